@@ -1,0 +1,52 @@
+"""Which implementation of the row update runs: chosen here and nowhere else.
+
+``numba`` is the default. Where it cannot be imported, the reference runs, and one warning says so.
+``ROWSTEP_BACKEND=reference`` or ``=numba`` in the environment forces one.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from typing import Protocol
+
+from torch import Tensor
+
+from .._gradient import RowGradient
+from .._rule import Rule
+from .._state import State
+from . import reference
+
+
+class Backend(Protocol):
+    """What an implementation offers. None of its functions but ``update`` writes anything."""
+
+    def first_outside(self, gradient: RowGradient) -> int | None: ...
+    def has_nonfinite(self, gradient: RowGradient) -> bool: ...
+    def update(self, param: Tensor, state: State, gradient: RowGradient, rule: Rule) -> int: ...
+
+
+def chosen() -> Backend:
+    """The backend in force. Numba is imported by the first step that needs it, not with the package."""
+    return _load(os.environ.get("ROWSTEP_BACKEND", ""))
+
+
+@functools.cache
+def _load(name: str) -> Backend:
+    if name not in ("", "numba", "reference"):
+        raise ValueError(f"ROWSTEP_BACKEND is {name!r}; expected 'numba' or 'reference'")
+    if name == "reference":
+        return reference
+    try:
+        from . import numba
+    except ImportError as error:
+        if name == "numba":
+            raise
+        warnings.warn(
+            f"rowstep runs its slow reference implementation, because Numba could not be imported: {error}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return reference
+    return numba

@@ -1,0 +1,142 @@
+"""The CPU kernels, compiled by Numba at first use and cached: the host's side of them.
+
+Tensors go in as raw addresses: reading one costs a tenth of a microsecond, building a NumPy view several, and a model
+with many small tables pays that for each of them at every step. Tensors that a kernel cannot address (another device,
+strides of their own) are left to the reference.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..._gradient import RowGradient
+from ..._rule import Rule, compute_dtype
+from ..._state import State
+from .. import reference
+from . import adam as kernels
+from . import group as grouping
+
+# An empty array of a type tells the kernels how to read an address. For 16-bit floats see bits.py.
+_LIKE = {
+    torch.float16: np.empty(0, np.int16),
+    torch.bfloat16: np.empty(0, np.uint16),
+    torch.float32: np.empty(0, np.float32),
+    torch.float64: np.empty(0, np.float64),
+}
+
+# Below this many bytes of gradient, waking threads costs more than they save.
+_PARALLEL_FROM_BYTES = 256 << 10
+
+# Numba's workqueue layer ends the process when two threads start parallel kernels at the same time.
+_parallel_region = threading.Lock()
+
+
+class _Workspace(threading.local):
+    """Two arrays of keys, kept between steps: fresh memory costs a page fault for every 512 ids."""
+
+    def __init__(self) -> None:
+        self.keys = self.spare = np.empty(0, np.uint64)
+
+    def reserve(self, count: int) -> tuple[Any, Any]:
+        if self.keys.size < count:
+            self.keys, self.spare = np.empty(count, np.uint64), np.empty(count, np.uint64)
+        return self.keys[:count], self.spare[:count]
+
+
+_workspace = _Workspace()
+
+
+def first_outside(gradient: RowGradient) -> int | None:
+    """The first row number that is not in the table."""
+    if not gradient.rows.is_cpu:
+        return reference.first_outside(gradient)
+    rows = gradient.rows.numpy()
+    position = grouping.first_outside(rows, gradient.row_count)
+    return None if position < 0 else int(rows[position])
+
+
+def has_nonfinite(gradient: RowGradient) -> bool:
+    """Whether the summed gradient of some row is not finite."""
+    if not gradient.values.is_cpu or gradient.is_empty:
+        return reference.has_nonfinite(gradient)
+    keys, shift = _group(gradient)
+    values = _addressable(gradient.values)
+    like = _LIKE[compute_dtype(values.dtype)]
+    found = kernels.any_nonfinite(
+        keys, shift, values.data_ptr(), _row_stride(values), _LIKE[values.dtype], like, gradient.columns
+    )
+    return bool(found)
+
+
+def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule) -> int:
+    """Step the rows of ``param`` that ``gradient`` names, in place; return how many rows were skipped."""
+    m, v = state["exp_avg"], state["exp_avg_sq"]
+    u = state["max_exp_avg_sq"] if rule.amsgrad else None
+    counts = state["row_step"] if rule.per_row else None
+    for tensor in (param, m, v, u, counts):
+        if tensor is not None and not (tensor.is_cpu and tensor.is_contiguous()):
+            return reference.update(param, state, gradient, rule)
+    if v.dtype != m.dtype or (u is not None and u.dtype != m.dtype):
+        return reference.update(param, state, gradient, rule)
+
+    keys, shift = _group(gradient)
+    values = _addressable(gradient.values)
+    arguments = (
+        keys,
+        shift,
+        param.data_ptr(),
+        m.data_ptr(),
+        v.data_ptr(),
+        None if u is None else u.data_ptr(),
+        None if counts is None else counts.data_ptr(),
+        values.data_ptr(),
+        _row_stride(values),
+        _LIKE[param.dtype],
+        _LIKE[m.dtype],
+        _LIKE[values.dtype],
+        _LIKE[compute_dtype(param.dtype, m.dtype, values.dtype)],
+        gradient.columns,
+        rule.beta1,
+        rule.beta2,
+        rule.eps,
+        rule.step_size,
+        rule.maximize or None,
+        rule.shrink,
+        rule.decay,
+        rule.corrected_eps or None,
+        rule.skip_nonfinite or None,
+    )
+    skipped = _launch(arguments, values.numel() * values.element_size())
+    # Autograd did not see the writes, and must know that what it saved for a backward pass is out of date.
+    torch.autograd.graph.increment_version(param)
+    return skipped
+
+
+def _launch(arguments: tuple[Any, ...], byte_count: int) -> int:
+    threads = torch.get_num_threads()
+    if threads == 1 or byte_count < _PARALLEL_FROM_BYTES:
+        return int(kernels.update_range(0, arguments[0].size, *arguments))
+    with _parallel_region:
+        return int(kernels.update_parallel(threads, *arguments))
+
+
+def _group(gradient: RowGradient) -> tuple[Any, int]:
+    """The gradient's occurrences, sorted, and how many low bits of a key are its position."""
+    rows = gradient.rows.numpy()
+    keys, spare = _workspace.reserve(rows.size)
+    shift = (rows.size - 1).bit_length()
+    grouping.group(rows, shift, (gradient.row_count - 1).bit_length(), keys, spare)
+    return keys, shift
+
+
+def _addressable(values: Tensor) -> Tensor:
+    return values if values.stride(1) == 1 else values.contiguous()
+
+
+def _row_stride(values: Tensor) -> int:
+    return values.stride(0) * values.element_size()

@@ -1,0 +1,93 @@
+"""Any sparse gradient as rows of a table: the only place that knows torch's sparse internals.
+
+A COO gradient with ``sparse_dim = k`` names entries by their first k dimensions. Those are flattened to one row number
+and the rest to columns, so that every gradient is a list of (row, values) over a two-dimensional table:
+
+    nn.Embedding(N, D)       k = 1    N rows of D columns
+    x.to_sparse(), 2-D       k = 2    N*D rows of one column
+    sparse_dim 0             k = 0    one row
+
+Presence decides which rows are touched, never the value: an explicit zero is a gradient. Duplicates are welcome,
+uncoalesced is the normal case, and the gradient itself is not changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class RowGradient:
+    """``values[i]`` is a gradient for row ``rows[i]`` of a table of ``lead`` rows, in order of occurrence."""
+
+    rows: Tensor
+    """int64, (nnz,); row numbers in the table flattened over ``lead``, not yet checked against ``row_count``."""
+    values: Tensor
+    """floating, (nnz, columns)."""
+    lead: tuple[int, ...]
+    """The leading dimensions of the parameter that a row number runs over; empty where one row is the whole of it."""
+    row_count: int
+    columns: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to update: no entries, or entries without a single number."""
+        return self.values.numel() == 0
+
+
+def outside_message(index: int, size: int, dimension: int = 0) -> str:
+    return f"the gradient has index {index} in dimension {dimension}; expected 0 <= index < {size}"
+
+
+def row_gradient(grad: Tensor, shape: torch.Size) -> RowGradient:
+    """The rows of a sparse COO gradient for a parameter of this shape."""
+    indices, values = grad._indices(), grad._values()
+    sparse_dim, nnz = indices.shape
+    if sparse_dim == 1:
+        rows = indices[0]
+    elif sparse_dim == 0:
+        rows = indices.new_zeros(nnz)
+    else:
+        rows = _flatten_indices(indices, shape[:sparse_dim])
+    columns = math.prod(shape[sparse_dim:])
+    return _over(rows, values.reshape(nnz, columns), shape[:sparse_dim])
+
+
+def _over(rows: Tensor, values: Tensor, lead: Sequence[int]) -> RowGradient:
+    return RowGradient(rows, values, tuple(lead), math.prod(lead), values.shape[1])
+
+
+def _flatten_indices(indices: Tensor, lead: Sequence[int]) -> Tensor:
+    # An index outside its own dimension can fall inside the flattened table, so it is looked for here.
+    limits = torch.tensor(lead, device=indices.device).unsqueeze(1)
+    outside = (indices < 0) | (indices >= limits)
+    if outside.any():
+        dimension, position = outside.nonzero()[0].tolist()
+        raise IndexError(outside_message(int(indices[dimension, position]), lead[dimension], dimension))
+    rows = indices[0]
+    for size, index in zip(lead[1:], indices[1:], strict=True):
+        rows = rows * size + index
+    return rows
+
+
+def nonzero_rows(grad: Tensor) -> RowGradient:
+    """The rows of a dense gradient that hold a non-zero (or NaN): what ``force_sparse`` counts as touched."""
+    table = by_first_dimension(grad)
+    rows = table.ne(0).any(dim=1).nonzero().squeeze(1)
+    return _over(rows, table.index_select(0, rows), grad.shape[:1])
+
+
+def all_rows(grad: Tensor, lead: tuple[int, ...]) -> RowGradient:
+    """Every row of a dense gradient, over a table whose rows run over ``lead``."""
+    values = grad.reshape(math.prod(lead), math.prod(grad.shape[len(lead) :]))
+    return _over(torch.arange(len(values), device=grad.device), values, lead)
+
+
+def by_first_dimension(dense: Tensor) -> Tensor:
+    """A dense tensor as a table of rows along its first dimension; a 0-dim tensor is one row of one column."""
+    return dense.reshape(math.prod(dense.shape[:1]), math.prod(dense.shape[1:]))

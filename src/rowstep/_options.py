@@ -1,0 +1,74 @@
+"""Check what a parameter group asks for, before anything is built on it.
+
+The sentences begin as torch's do, so that code which matches them keeps working, and go on with what was expected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "maximize": (False, True),
+    "decoupled_weight_decay": (False, True),
+    "amsgrad": (False, True),
+    "force_sparse": (False, True),
+    "bias_correction": ("global", "row"),
+    "nonfinite": ("propagate", "skip", "raise"),
+}
+
+
+def check_learning_rate(lr: float | Tensor, *, zero_allowed: bool, where: str = "") -> None:
+    """lr > 0 for an optimizer; a group's may be 0, for a scheduler's warm-up or a frozen group."""
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"Tensor lr must be 1-element{where}, but has {lr.numel()} elements")
+    low = lr >= 0 if zero_allowed else lr > 0
+    if not low or not math.isfinite(lr):
+        bound = ">= 0" if zero_allowed else "> 0"
+        raise ValueError(f"Invalid learning rate: {lr}{where}; expected a finite number {bound}")
+
+
+def check_group(group: Mapping[str, Any], where: str = "") -> None:
+    """Everything in a group but its lr; ``where`` names the group in the message."""
+    eps, betas, weight_decay = group["eps"], group["betas"], group["weight_decay"]
+    if not (eps > 0 and math.isfinite(eps)):
+        raise ValueError(f"Invalid epsilon value: {eps}{where}; expected a finite number > 0")
+    if len(betas) != 2:
+        raise ValueError(f"Invalid betas: {betas}{where}; expected two numbers in [0, 1)")
+    for index, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}{where}; expected a number in [0, 1)")
+    if not (weight_decay >= 0 and math.isfinite(weight_decay)):
+        raise ValueError(f"Invalid weight_decay value: {weight_decay}{where}; expected a finite number >= 0")
+    for name, choices in CHOICES.items():
+        if name in group and group[name] not in choices:
+            expected = " or ".join(map(repr, choices))
+            raise ValueError(f"Invalid {name}: {group[name]!r}{where}; expected {expected}")
+
+
+def check_layouts(groups: Sequence[Mapping[str, Any]], optimizer: str) -> None:
+    """Refuse parameters that are sparse or complex themselves, naming each by [group, index]."""
+
+    def positions(has_flaw: Any) -> list[list[int]]:
+        return [
+            [group_index, index]
+            for group_index, group in enumerate(groups)
+            for index, param in enumerate(group["params"])
+            if has_flaw(param)
+        ]
+
+    if sparse := positions(lambda param: param.is_sparse):
+        raise ValueError(f"Sparse params at indices {sparse}: {optimizer} requires dense parameter tensors")
+    if complex_ := positions(lambda param: param.is_complex()):
+        raise ValueError(f"Complex params at indices {complex_}: {optimizer} does not support complex parameters")
+
+
+def parameter_name(group: Mapping[str, Any], group_index: int, index: int) -> str:
+    """How messages call a parameter: by its position, and by its name where the optimizer was given names."""
+    name = f"parameter {index} of group {group_index}"
+    if "param_names" in group:
+        name += f" ({group['param_names'][index]!r})"
+    return name

@@ -1,0 +1,92 @@
+"""The numbers that one row update needs, as both backends take them.
+
+A row update is, for the summed gradient g of a row (SparseAdam's equations, in the order they are computed):
+
+    g     = -g                             if maximize
+    p     = p * shrink                     decoupled weight decay, shrink = 1 - lr * weight_decay
+    g     = g + decay * p                  coupled weight decay
+    m     = m + (g - m) * (1 - beta1)
+    v     = v + (g*g - v) * (1 - beta2)
+    u     = max(u, v)                      amsgrad; u takes the place of v below
+    p     = p - step_size * (m / (sqrt(v) + eps))
+
+with ``step_size = lr * sqrt(1 - beta2^t) / (1 - beta1^t)``. torch.optim.SparseAdam adds eps to the uncorrected
+sqrt(v), as written here. torch.optim.Adam adds it to the corrected one, which is the same rule with
+``eps * sqrt(1 - beta2^t)`` in the place of eps: one rule serves both placements.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Rule:
+    """One step's scalars for one table. An optional that is None is a term that the update does not have."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    step_size: float
+    """lr with bias correction; with ``per_row`` the bare lr, and each row's own count gives its correction."""
+    maximize: bool = False
+    shrink: float | None = None
+    decay: float | None = None
+    amsgrad: bool = False
+    per_row: bool = False
+    corrected_eps: bool = False
+    """Read with ``per_row`` only: eps is to be added to the bias-corrected sqrt(v)."""
+    skip_nonfinite: bool = False
+
+
+def bias_corrected(lr: float | Tensor, beta1: float, beta2: float, step: int) -> float:
+    """lr * sqrt(1 - beta2^t) / (1 - beta1^t), in the dtype of a Tensor lr, as torch computes it."""
+    return float(lr * math.sqrt(1 - beta2**step) / (1 - beta1**step))
+
+
+def row_rule(
+    *,
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    step: int,
+    maximize: bool,
+    weight_decay: float,
+    decoupled_weight_decay: bool,
+    amsgrad: bool,
+    per_row: bool,
+    skip_nonfinite: bool,
+    corrected_eps: bool = False,
+) -> Rule:
+    """The rule for a table's ``step``-th step under these options."""
+    beta1, beta2 = betas
+    rule = Rule(beta1, beta2, eps, 0.0, maximize, None, None, amsgrad, per_row, False, skip_nonfinite)
+    if per_row:
+        rule.step_size = float(lr)
+        rule.corrected_eps = corrected_eps
+    else:
+        rule.step_size = bias_corrected(lr, beta1, beta2, step)
+        if corrected_eps:
+            rule.eps = eps * math.sqrt(1 - beta2**step)
+    if weight_decay != 0:
+        if decoupled_weight_decay:
+            rule.shrink = float(1 - lr * weight_decay)
+        else:
+            rule.decay = weight_decay
+    return rule
+
+
+def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype the arithmetic runs in: the widest of what takes part, and never less than float32.
+
+    16-bit duplicates summed in 16 bits lose everything beyond 256 equal addends (bfloat16) or overflow (float16),
+    and the default eps rounds to 0 in float16, so that a first step with an explicit zero would divide 0 by 0.
+    """
+    widest = torch.float32
+    for dtype in dtypes:
+        widest = torch.promote_types(widest, dtype)
+    return widest

@@ -1,0 +1,73 @@
+"""What is kept per parameter: names, shapes, dtypes, and where the memory comes from.
+
+key                 shape                   dtype          present
+``step``            int, or a 0-dim Tensor  float32        always; an int after a sparse step, a Tensor after a dense
+``exp_avg``         the parameter's         parameter's    always
+``exp_avg_sq``      the parameter's         parameter's    always
+``max_exp_avg_sq``  the parameter's         parameter's    amsgrad
+``row_step``        the leading dimensions  int64          bias_correction="row", once a row gradient came
+
+``step`` follows the class being replaced: torch.optim.SparseAdam keeps an int, torch.optim.Adam a Tensor. Either is
+taken, so checkpoints of both load, and both load ours.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import torch
+from torch import Tensor
+
+State = dict[str, Any]
+
+# Smaller moments gain nothing: one huge page is 2 MiB, and the kernel gives none to less.
+_HUGE_FROM_BYTES = 8 << 20
+
+
+def zeros_like(param: Tensor) -> Tensor:
+    """Zeros with the parameter's shape, dtype and strides, on huge pages where the system has them.
+
+    A step reads rows at random, so with 4 KiB pages nearly every row costs a TLB miss. Measured at 10M x 32 with
+    16,384 ids, one thread: 1.74 ms on huge pages, 2.98 ms without. Fresh anonymous memory is also zero without
+    being written, which makes the first step of a large table cheap.
+    """
+    byte_count = param.numel() * param.element_size()
+    if not param.is_cpu or byte_count < _HUGE_FROM_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros_like(param, memory_format=torch.preserve_format)
+    memory = mmap.mmap(-1, byte_count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    # Strides as preserve_format gives them: the parameter's own if it is dense, else contiguous.
+    strides = torch.empty_like(param, device="meta", memory_format=torch.preserve_format).stride()
+    return torch.frombuffer(memory, dtype=param.dtype).as_strided(param.shape, strides)
+
+
+def ensure_moments(state: State, param: Tensor, *, amsgrad: bool) -> None:
+    """Create what this parameter's state does not have yet."""
+    if "exp_avg" not in state:
+        state.setdefault("step", 0)
+        state["exp_avg"] = zeros_like(param)
+        state["exp_avg_sq"] = zeros_like(param)
+    if amsgrad and "max_exp_avg_sq" not in state:
+        state["max_exp_avg_sq"] = zeros_like(param)
+
+
+def ensure_row_steps(state: State, lead: tuple[int, ...]) -> None:
+    """Create the per-row counts: for rows that have history (a loaded state, dense steps), the steps taken so far."""
+    if "row_step" in state:
+        return
+    second = state["exp_avg_sq"]
+    touched = second.reshape(*lead, -1).ne(0).any(dim=-1) if second.numel() else torch.zeros(lead, dtype=torch.bool)
+    state["row_step"] = touched.to(torch.int64) * int(state["step"])
+
+
+def misfit(state: State, param: Tensor) -> str | None:
+    """Why this state cannot belong to this parameter, or None."""
+    for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+        moment = state.get(key)
+        if moment is not None and (moment.shape != param.shape or moment.device != param.device):
+            return (
+                f"its state {key!r} is {tuple(moment.shape)} on {moment.device}, "
+                f"the parameter is {tuple(param.shape)} on {param.device}"
+            )
+    return None
