@@ -37,15 +37,23 @@ _parallel_region = threading.Lock()
 
 
 class _Workspace(threading.local):
-    """Two arrays of keys, kept between steps: fresh memory costs a page fault for every 512 ids."""
+    """Memory kept between steps: fresh memory costs a page fault for every 512 ids."""
 
     def __init__(self) -> None:
-        self.keys = self.spare = np.empty(0, np.uint64)
+        self._keys = np.empty((2, 0), np.uint64)
+        self._totals = np.empty(0, np.float64)
 
-    def reserve(self, count: int) -> tuple[Any, Any]:
-        if self.keys.size < count:
-            self.keys, self.spare = np.empty(count, np.uint64), np.empty(count, np.uint64)
-        return self.keys[:count], self.spare[:count]
+    def keys(self, count: int) -> Any:
+        """Two arrays to sort keys in."""
+        if self._keys.shape[1] < count:
+            self._keys = np.empty((2, count), np.uint64)
+        return self._keys[:, :count]
+
+    def totals(self, parts: int, columns: int, dtype: torch.dtype) -> Any:
+        """For each part of the work a row to sum in."""
+        if self._totals.size < parts * columns:
+            self._totals = np.empty(parts * columns, np.float64)
+        return self._totals.view(_LIKE[dtype].dtype)[: parts * columns].reshape(parts, columns)
 
 
 _workspace = _Workspace()
@@ -66,11 +74,8 @@ def has_nonfinite(gradient: RowGradient) -> bool:
         return reference.has_nonfinite(gradient)
     keys, shift = _group(gradient)
     values = _addressable(gradient.values)
-    like = _LIKE[compute_dtype(values.dtype)]
-    found = kernels.any_nonfinite(
-        keys, shift, values.data_ptr(), _row_stride(values), _LIKE[values.dtype], like, gradient.columns
-    )
-    return bool(found)
+    total = _workspace.totals(1, gradient.columns, compute_dtype(values.dtype))[0]
+    return bool(kernels.any_nonfinite(total, keys, shift, values.data_ptr(), _row_stride(values), _LIKE[values.dtype]))
 
 
 def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule) -> int:
@@ -99,7 +104,6 @@ def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule) -> in
         _LIKE[param.dtype],
         _LIKE[m.dtype],
         _LIKE[values.dtype],
-        _LIKE[compute_dtype(param.dtype, m.dtype, values.dtype)],
         gradient.columns,
         rule.beta1,
         rule.beta2,
@@ -111,24 +115,24 @@ def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule) -> in
         rule.corrected_eps or None,
         rule.skip_nonfinite or None,
     )
-    skipped = _launch(arguments, values.numel() * values.element_size())
+    threads = torch.get_num_threads()
+    if values.numel() * values.element_size() < _PARALLEL_FROM_BYTES:
+        threads = 1
+    totals = _workspace.totals(threads, gradient.columns, compute_dtype(param.dtype, m.dtype, values.dtype))
+    if threads == 1:
+        skipped = kernels.update_range(0, keys.size, totals[0], *arguments)
+    else:
+        with _parallel_region:
+            skipped = kernels.update_parallel(totals, *arguments)
     # Autograd did not see the writes, and must know that what it saved for a backward pass is out of date.
     torch.autograd.graph.increment_version(param)
-    return skipped
-
-
-def _launch(arguments: tuple[Any, ...], byte_count: int) -> int:
-    threads = torch.get_num_threads()
-    if threads == 1 or byte_count < _PARALLEL_FROM_BYTES:
-        return int(kernels.update_range(0, arguments[0].size, *arguments))
-    with _parallel_region:
-        return int(kernels.update_parallel(threads, *arguments))
+    return int(skipped)
 
 
 def _group(gradient: RowGradient) -> tuple[Any, int]:
     """The gradient's occurrences, sorted, and how many low bits of a key are its position."""
     rows = gradient.rows.numpy()
-    keys, spare = _workspace.reserve(rows.size)
+    keys, spare = _workspace.keys(rows.size)
     shift = (rows.size - 1).bit_length()
     grouping.group(rows, shift, (gradient.row_count - 1).bit_length(), keys, spare)
     return keys, shift
