@@ -40,20 +40,20 @@ class _Workspace(threading.local):
     """Memory kept between steps: fresh memory costs a page fault for every 512 ids."""
 
     def __init__(self) -> None:
-        self._keys = np.empty((2, 0), np.uint64)
-        self._totals = np.empty(0, np.float64)
+        self.keys = self.spare = np.empty(0, np.uint64)
+        self._totals: dict[tuple[int, int, torch.dtype], Any] = {}
 
-    def keys(self, count: int) -> Any:
-        """Two arrays to sort keys in."""
-        if self._keys.shape[1] < count:
-            self._keys = np.empty((2, count), np.uint64)
-        return self._keys[:, :count]
+    def reserve(self, count: int) -> None:
+        """Make room to sort this many keys."""
+        if self.keys.size < count:
+            self.keys, self.spare = np.empty(count, np.uint64), np.empty(count, np.uint64)
 
     def totals(self, parts: int, columns: int, dtype: torch.dtype) -> Any:
         """For each part of the work a row to sum in."""
-        if self._totals.size < parts * columns:
-            self._totals = np.empty(parts * columns, np.float64)
-        return self._totals.view(_LIKE[dtype].dtype)[: parts * columns].reshape(parts, columns)
+        key = parts, columns, dtype
+        if key not in self._totals:
+            self._totals[key] = np.empty((parts, columns), _LIKE[dtype].dtype)
+        return self._totals[key]
 
 
 _workspace = _Workspace()
@@ -72,10 +72,12 @@ def has_nonfinite(gradient: RowGradient) -> bool:
     """Whether the summed gradient of some row is not finite."""
     if not gradient.values.is_cpu or gradient.is_empty:
         return reference.has_nonfinite(gradient)
-    keys, shift = _group(gradient)
+    keys, count, shift = _group(gradient)
     values = _addressable(gradient.values)
     total = _workspace.totals(1, gradient.columns, compute_dtype(values.dtype))[0]
-    return bool(kernels.any_nonfinite(total, keys, shift, values.data_ptr(), _row_stride(values), _LIKE[values.dtype]))
+    return bool(
+        kernels.any_nonfinite(total, keys, count, shift, values.data_ptr(), _row_stride(values), _LIKE[values.dtype])
+    )
 
 
 def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule) -> int:
@@ -89,7 +91,7 @@ def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule) -> in
     if v.dtype != m.dtype or (u is not None and u.dtype != m.dtype):
         return reference.update(param, state, gradient, rule)
 
-    keys, shift = _group(gradient)
+    keys, count, shift = _group(gradient)
     values = _addressable(gradient.values)
     arguments = (
         keys,
@@ -120,22 +122,24 @@ def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule) -> in
         threads = 1
     totals = _workspace.totals(threads, gradient.columns, compute_dtype(param.dtype, m.dtype, values.dtype))
     if threads == 1:
-        skipped = kernels.update_range(0, keys.size, totals[0], *arguments)
+        skipped = kernels.update_range(0, count, totals, 0, *arguments)
     else:
         with _parallel_region:
-            skipped = kernels.update_parallel(totals, *arguments)
+            skipped = kernels.update_parallel(count, totals, *arguments)
     # Autograd did not see the writes, and must know that what it saved for a backward pass is out of date.
     torch.autograd.graph.increment_version(param)
     return int(skipped)
 
 
-def _group(gradient: RowGradient) -> tuple[Any, int]:
-    """The gradient's occurrences, sorted, and how many low bits of a key are its position."""
+def _group(gradient: RowGradient) -> tuple[Any, int, int]:
+    """The gradient's occurrences, sorted, how many there are, and how many low bits of a key are its position."""
     rows = gradient.rows.numpy()
-    keys, spare = _workspace.keys(rows.size)
-    shift = (rows.size - 1).bit_length()
-    grouping.group(rows, shift, (gradient.row_count - 1).bit_length(), keys, spare)
-    return keys, shift
+    count = rows.size
+    _workspace.reserve(count)
+    shift = (count - 1).bit_length()
+    keys = _workspace.keys
+    grouping.group(rows, shift, (gradient.row_count - 1).bit_length(), keys, _workspace.spare)
+    return keys, count, shift
 
 
 def _addressable(values: Tensor) -> Tensor:

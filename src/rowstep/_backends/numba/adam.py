@@ -22,57 +22,46 @@ from numba.extending import overload
 from .bits import CACHE_LINE, INLINE, JIT, borrowed, narrow, prefetch, row_at, widen
 from .group import next_row_start
 
-# How many cache lines to have under way. At 64 columns that is 4 rows ahead, at 32 columns 8: the best of 2, 4, 8
-# and 16 in each case (10M x 32: 2.2 ms at 2 rows ahead, 1.1 ms at 8).
-_LINES_AHEAD = 64
+# How many cache lines to have under way, of the gradient and of the tables. At 64 columns that is 4 rows ahead, at 32
+# columns 8: the best of 2, 4, 8 and 16 in each case (10M x 32: 2.2 ms at 2 rows ahead, 1.1 ms at 8).
+_G_LINES_AHEAD = 64
+_TABLE_LINES_AHEAD = 48
 
 
 @njit(**JIT, parallel=True)
-def update_parallel(totals, keys, shift, *arguments):
-    """``update_range`` over all occurrences, in as many pieces as there are rows to sum in, balanced by occurrences."""
+def update_parallel(count, totals, keys, shift, *arguments):
+    """``update_range`` over ``count`` occurrences, in as many pieces of them as ``totals`` has rows to sum in."""
     parts = totals.shape[0]
     skipped = 0
     for part in prange(parts):
-        first = next_row_start(keys, keys.size * part // parts, np.uint64(shift))
-        last = next_row_start(keys, keys.size * (part + 1) // parts, np.uint64(shift))
-        skipped += update_range(first, last, totals[part], keys, shift, *arguments)
+        first = next_row_start(keys, count, count * part // parts, np.uint64(shift))
+        last = next_row_start(keys, count, count * (part + 1) // parts, np.uint64(shift))
+        skipped += update_range(first, last, totals, part, keys, shift, *arguments)
     return skipped
 
 
 @njit(**JIT)
 def update_range(
-    first, last, total, keys, shift, p_at, m_at, v_at, u_at, count_at, g_at, g_stride,
+    first, last, totals, part, keys, shift, p_at, m_at, v_at, u_at, count_at, g_at, g_stride,
     p_like, m_like, g_like, columns,
     beta1, beta2, eps, step_size, maximize, shrink, decay, corrected_eps, skip_nonfinite,
 ):  # fmt: skip
     """Update the rows whose occurrences are ``keys[first:last]``; return how many of them were skipped.
 
-    Duplicates are summed in ``total``, an array of one row.
+    Duplicates are summed in row ``part`` of ``totals``.
     """
-    keys, total, shift = borrowed(keys), borrowed(total), np.uint64(shift)
+    keys, total, shift = borrowed(keys), borrowed(totals[part]), np.uint64(shift)
     p_bytes, m_bytes, g_bytes = columns * p_like.itemsize, columns * m_like.itemsize, columns * g_like.itemsize
-    distance = max(2, _LINES_AHEAD // ((p_bytes + 2 * m_bytes + g_bytes) // CACHE_LINE + 1))
+    ahead = (
+        last, g_at, g_bytes, _G_LINES_AHEAD // (g_bytes // CACHE_LINE + 1) + 1,
+        p_at, m_at, v_at, p_bytes, m_bytes, _TABLE_LINES_AHEAD // ((p_bytes + 2 * m_bytes) // CACHE_LINE + 1) + 1,
+    )  # fmt: skip
     skipped = 0
-    ahead, row_ahead = first, np.int64(-1)
     here = first
     while here < last:
         row = np.int64(keys[here] >> shift)
-        end = here + 1
-        while end < last and np.int64(keys[end] >> shift) == row:
-            end += 1
-
-        # Every occurrence is asked for, not only the first of a row: under Zipf ids most of the time is spent on
-        # gradient rows that lie in random order.
-        while ahead < min(last, end + distance):
-            prefetch(g_at + position_of(keys[ahead], shift) * g_stride, g_bytes)
-            if np.int64(keys[ahead] >> shift) != row_ahead:
-                row_ahead = np.int64(keys[ahead] >> shift)
-                prefetch(p_at + row_ahead * p_bytes, p_bytes)
-                prefetch(m_at + row_ahead * m_bytes, m_bytes)
-                prefetch(v_at + row_ahead * m_bytes, m_bytes)
-            ahead += 1
-
-        g = summed_gradient(keys, here, end, shift, g_at, g_stride, g_like, total)
+        end = next_row_start(keys, last, here + 1, shift)
+        g = summed_gradient(keys, here, end, shift, g_at, g_stride, g_like, total, ahead)
         here = end
         if skip_nonfinite is not None:  # noqa: SIM102  Numba drops a branch only for a bare test against None
             if not all_finite(g):
@@ -136,32 +125,57 @@ def position_of(key, shift):
 
 
 @njit(**INLINE)
-def sum_occurrences(keys, first, last, shift, g_at, g_stride, g_like, total):
+def look_ahead(keys, here, shift, g_stride, ahead):
+    """Ask for the memory that the occurrences after this one will need.
+
+    Every occurrence's gradient is asked for, not only the first of a row: under Zipf ids most of the time goes into
+    gradient rows that lie in random order.
+    """
+    last, g_at, g_bytes, g_distance, p_at, m_at, v_at, p_bytes, m_bytes, row_distance = ahead
+    there = here + g_distance
+    if there < last:
+        prefetch(g_at + position_of(keys[there], shift) * g_stride, g_bytes)
+    there = here + row_distance
+    if there < last:
+        row = np.int64(keys[there] >> shift)
+        if row != np.int64(keys[there - 1] >> shift):
+            prefetch(p_at + row * p_bytes, p_bytes)
+            prefetch(m_at + row * m_bytes, m_bytes)
+            prefetch(v_at + row * m_bytes, m_bytes)
+
+
+@njit(**INLINE)
+def sum_occurrences(keys, first, last, shift, g_at, g_stride, g_like, total, ahead):
     """The sum of a row's occurrences, in their order, in ``total``."""
-    g = row_at(g_at + position_of(keys[first], shift) * g_stride, total.size, g_like)
-    for c in range(total.size):
-        total[c] = widen(g[c], total)
-    for other in range(first + 1, last):
-        g = row_at(g_at + position_of(keys[other], shift) * g_stride, total.size, g_like)
-        for c in range(total.size):
-            total[c] += widen(g[c], total)
+    for here in range(first, last):
+        if ahead is not None:
+            look_ahead(keys, here, shift, g_stride, ahead)
+        g = row_at(g_at + position_of(keys[here], shift) * g_stride, total.size, g_like)
+        if here == first:
+            for c in range(total.size):
+                total[c] = widen(g[c], total)
+        else:
+            for c in range(total.size):
+                total[c] += widen(g[c], total)
     return total
 
 
-def summed_gradient(keys, first, last, shift, g_at, g_stride, g_like, total):
+def summed_gradient(keys, first, last, shift, g_at, g_stride, g_like, total, ahead):
     """The gradient of one row: its only occurrence where it lies, or the sum of all of them in ``total``."""
     raise RuntimeError("runs in compiled code only")
 
 
 @overload(summed_gradient, jit_options=INLINE)
-def _summed_gradient(keys, first, last, shift, g_at, g_stride, g_like, total):
-    def sum_if_many(keys, first, last, shift, g_at, g_stride, g_like, total):
+def _summed_gradient(keys, first, last, shift, g_at, g_stride, g_like, total, ahead):
+    def sum_if_many(keys, first, last, shift, g_at, g_stride, g_like, total, ahead):
         if last == first + 1:
+            if ahead is not None:
+                look_ahead(keys, first, shift, g_stride, ahead)
             return row_at(g_at + position_of(keys[first], shift) * g_stride, total.size, g_like)
-        return sum_occurrences(keys, first, last, shift, g_at, g_stride, g_like, total)
+        return sum_occurrences(keys, first, last, shift, g_at, g_stride, g_like, total, ahead)
 
-    def always_sum(keys, first, last, shift, g_at, g_stride, g_like, total):
-        return sum_occurrences(keys, first, last, shift, g_at, g_stride, g_like, total)
+    def always_sum(keys, first, last, shift, g_at, g_stride, g_like, total, ahead):
+        return sum_occurrences(keys, first, last, shift, g_at, g_stride, g_like, total, ahead)
 
     return sum_if_many if g_like.dtype == total.dtype else always_sum
 
@@ -175,13 +189,13 @@ def all_finite(g):
 
 
 @njit(**JIT)
-def any_nonfinite(total, keys, shift, g_at, g_stride, g_like):
+def any_nonfinite(total, keys, count, shift, g_at, g_stride, g_like):
     """Whether the summed gradient of some row is not finite."""
     keys, total, shift = borrowed(keys), borrowed(total), np.uint64(shift)
     here = 0
-    while here < keys.size:
-        end = next_row_start(keys, here + 1, shift)
-        if not all_finite(summed_gradient(keys, here, end, shift, g_at, g_stride, g_like, total)):
+    while here < count:
+        end = next_row_start(keys, count, here + 1, shift)
+        if not all_finite(summed_gradient(keys, here, end, shift, g_at, g_stride, g_like, total, None)):
             return True
         here = end
     return False

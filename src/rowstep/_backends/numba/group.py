@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from .bits import JIT
+from .bits import INLINE, JIT, borrowed
 
 # Two passes of 12 bits cover 16 million rows, and 4096 counters still sit in the L1 cache.
 _DIGIT_BITS = 12
@@ -33,12 +33,15 @@ def first_outside(rows, row_count):
 
 @njit(**JIT)
 def group(rows, shift, row_bits, keys, spare):
-    """Fill ``keys`` with the occurrences in ascending order of row, then of position. ``spare`` is overwritten."""
-    passes = (row_bits + _DIGIT_BITS - 1) // _DIGIT_BITS
+    """Fill ``keys`` with the occurrences in ascending order of row, then of position.
+
+    Both arrays may be longer than needed; what ``spare`` holds is lost.
+    """
+    passes = max(1, (row_bits + _DIGIT_BITS - 1) // _DIGIT_BITS)
+    width = (row_bits + passes - 1) // passes
     # Each pass moves everything to the other array: start in the one that makes `keys` the last.
-    source, target = (spare, keys) if passes % 2 else (keys, spare)
-    ascending = True
-    previous = np.int64(0)
+    source, target = (borrowed(spare), borrowed(keys)) if passes % 2 else (borrowed(keys), borrowed(spare))
+    ascending, previous = True, np.int64(0)
     for position in range(rows.size):
         row = rows[position]
         ascending &= row >= previous
@@ -46,35 +49,35 @@ def group(rows, shift, row_bits, keys, spare):
         source[position] = (np.uint64(row) << np.uint64(shift)) | np.uint64(position)
     if ascending:
         if passes % 2:
-            keys[:] = spare
+            keys[: rows.size] = spare[: rows.size]
         return
-    width = (row_bits + passes - 1) // passes
     counts = np.empty(1 << width, np.int64)
     for digit in range(passes):
-        _sort_by_digit(source, target, np.uint64(shift + digit * width), counts)
+        _sort_by_digit(source, target, rows.size, np.uint64(shift + digit * width), counts)
         source, target = target, source
 
 
-@njit(**JIT)
-def _sort_by_digit(source, target, shift, counts):
+@njit(**INLINE)
+def _sort_by_digit(source, target, count, shift, counts):
     mask = np.uint64(counts.size - 1)
     counts[:] = 0
-    for key in source:
-        counts[(key >> shift) & mask] += 1
+    for position in range(count):
+        counts[(source[position] >> shift) & mask] += 1
     total = 0
     for digit in range(counts.size):
-        count = counts[digit]
+        digit_count = counts[digit]
         counts[digit] = total
-        total += count
-    for key in source:
+        total += digit_count
+    for position in range(count):
+        key = source[position]
         digit = (key >> shift) & mask
         target[counts[digit]] = key
         counts[digit] += 1
 
 
 @njit(**JIT)
-def next_row_start(keys, position, shift):
+def next_row_start(keys, count, position, shift):
     """The first position at or after this one where a new row begins: where work can be cut."""
-    while 0 < position < keys.size and keys[position] >> shift == keys[position - 1] >> shift:
+    while 0 < position < count and keys[position] >> shift == keys[position - 1] >> shift:
         position += 1
     return position
