@@ -10,18 +10,17 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from ._gradient import by_first_dimension
-from ._state import State, ensure_moments
+from ._state import State
 
 # The lists that torch's functional Adam takes, per parameter.
 _Operands = tuple[Tensor, Tensor, State]
 
 
 def update_all(items: Iterable[_Operands], group: Mapping[str, Any]) -> None:
-    """One torch.optim.Adam step for these (parameter, gradient, state) under the options of one group."""
+    """One torch.optim.Adam step for these (parameter, gradient, state with moments) under the options of one group."""
     fused: list[_Operands] = []
     plain: list[_Operands] = []
     for param, grad, state in items:
-        ensure_moments(state, param, amsgrad=group["amsgrad"])
         if not isinstance(state["step"], Tensor):
             state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32, device=param.device)
         (fused if _can_fuse(param, grad, state) else plain).append((param, grad, state))

@@ -1,0 +1,175 @@
+"""What every optimizer of this library does the same way: checks, the two halves of a step, dense gradients, loading.
+
+A step first looks at every gradient of every group and raises if one cannot be taken; only then it writes. So an error
+leaves every tensor as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT, StateDict
+
+from . import _backends, _dense
+from ._backends import Backend
+from ._gradient import RowGradient, outside_message, row_gradient
+from ._options import check_group, check_layouts, check_learning_rate, parameter_name
+from ._state import State, ensure_moments, misfit
+
+Group = dict[str, Any]
+
+
+class Rows(NamedTuple):
+    """A parameter whose gradient is taken row by row."""
+
+    param: Tensor
+    gradient: RowGradient
+    as_dense: bool = False
+    """The gradient came dense and names every row: eps goes where torch.optim.Adam has it."""
+
+
+class Work(NamedTuple):
+    """What one group has to do in this step."""
+
+    rows: list[Rows]
+    dense: list[tuple[Tensor, Tensor]]
+
+
+class RowOptimizer(Optimizer):
+    """An Adam that takes sparse gradients row by row. Subclasses say how, in ``_step_rows``."""
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        check_learning_rate(defaults["lr"], zero_allowed=False)
+        self._check_group(defaults, "")
+        self._is_complete = False
+        super().__init__(params, defaults)
+        check_layouts(self.param_groups, type(self).__name__)
+        self._is_complete = True
+
+    def _check_group(self, group: Mapping[str, Any], where: str) -> None:
+        """Raise if these options cannot be honoured; ``where`` names the group."""
+        check_group(group, where)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, under the same checks as the constructor's; a group that is refused is not added."""
+        super().add_param_group(param_group)
+        try:
+            where = f" in group {len(self.param_groups) - 1}"
+            check_learning_rate(self.param_groups[-1]["lr"], zero_allowed=True, where=where)
+            self._check_group(self.param_groups[-1], where)
+            if self._is_complete:  # the constructor looks at all groups together, to name every parameter it refuses
+                check_layouts(self.param_groups, type(self).__name__)
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # dynamo leaves only torch's own optimizers alone
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Perform one step; return what ``closure`` returns, if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        backend = _backends.chosen()
+        work = [self._collect(index, group, backend) for index, group in enumerate(self.param_groups)]
+        for group, (rows, dense) in zip(self.param_groups, work, strict=True):
+            for item in rows:
+                self._step_rows(item, group, backend)
+            if dense:
+                self._step_dense(dense, group, backend)
+        return loss
+
+    def _collect(self, group_index: int, group: Group, backend: Backend) -> Work:
+        """What this group has to do. Writes nothing, and raises if some gradient cannot be taken."""
+        work = Work([], [])
+        for index, param in enumerate(group["params"]):
+            grad = param.grad
+            if grad is None:
+                continue
+            try:
+                state = self.state.get(param, {})
+                _check_fit(param, grad, state)
+                item = self._as_rows(param, grad, state, group)
+                if item is None:
+                    work.dense.append((param, grad))
+                else:
+                    outside = backend.first_outside(item.gradient)
+                    if outside is not None:
+                        raise IndexError(outside_message(outside, item.gradient.row_count))
+                    work.rows.append(item)
+                self._check_gradient(param, grad, item, group, backend)
+            except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as flaw:
+                raise type(flaw)(f"{parameter_name(group, group_index, index)}: {flaw}") from flaw
+        return work
+
+    def _as_rows(self, param: Tensor, grad: Tensor, state: State, group: Group) -> Rows | None:
+        """The gradient as rows, or None if it is one for torch's dense Adam."""
+        return Rows(param, row_gradient(grad, param.shape)) if grad.is_sparse else None
+
+    def _check_gradient(self, param: Tensor, grad: Tensor, item: Rows | None, group: Group, backend: Backend) -> None:
+        """Raise if this gradient, whose indices are known to be good, cannot be taken; ``item`` is what it became."""
+
+    def _step_rows(self, item: Rows, group: Group, backend: Backend) -> None:
+        raise RuntimeError(f"{type(self).__name__} does not say how it steps rows")
+
+    def _step_dense(self, items: list[tuple[Tensor, Tensor]], group: Group, backend: Backend) -> None:
+        for param, _ in items:
+            ensure_moments(self.state[param], param, amsgrad=group["amsgrad"])
+        _dense.update_all([(param, grad, self.state[param]) for param, grad in items], group)
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load a state dict of this class or of the classes of torch that it replaces.
+
+        What the saved groups do not say (all of our own options, in torch's) stays as this optimizer has it.
+        """
+        given: StateDict = {}
+        own_groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+
+        def check(optimizer: Optimizer, state_dict: StateDict) -> None:
+            given.update(state_dict)
+            for index, (own, new) in enumerate(zip(own_groups, given["param_groups"], strict=False)):
+                self._check_group(own | new, f" in group {index} of the loaded state")
+
+        def complete(optimizer: Optimizer) -> None:
+            for own, group in zip(own_groups, self.param_groups, strict=True):
+                for key, value in own.items():
+                    group.setdefault(key, value)
+            self._loaded(given)
+
+        # Ours is the last look at what will be loaded, and the first at what was: users' hooks see it finished.
+        last = self.register_load_state_dict_pre_hook(check)
+        first = self.register_load_state_dict_post_hook(complete, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+            first.remove()
+
+    def _loaded(self, given: StateDict) -> None:
+        """Called when a state has been loaded, before the users' own hooks."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_is_complete": True}
+
+
+def _check_fit(param: Tensor, grad: Tensor, state: State) -> None:
+    if grad.layout not in (torch.sparse_coo, torch.strided):
+        raise TypeError(f"the gradient's layout is {grad.layout}; expected torch.sparse_coo or torch.strided")
+    if grad.shape != param.shape:
+        raise ValueError(f"the gradient has shape {tuple(grad.shape)}; expected the parameter's, {tuple(param.shape)}")
+    if not grad.is_floating_point():
+        raise TypeError(f"the gradient has dtype {grad.dtype}; expected a floating-point type")
+    if grad.device != param.device:
+        raise ValueError(f"the gradient is on {grad.device}; expected the parameter's device, {param.device}")
+    if reason := misfit(state, param):
+        raise ValueError(reason)
