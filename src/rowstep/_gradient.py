@@ -82,6 +82,24 @@ def nonzero_rows(grad: Tensor) -> RowGradient:
     return _over(rows, table.index_select(0, rows), grad.shape[:1])
 
 
+def rows_of_first_dimension(grad: Tensor) -> RowGradient:
+    """A sparse gradient as rows along the first dimension, whatever its sparse_dim. What it does not name is 0.
+
+    Only for updates in which a zero gradient and none are the same, as in dense Adam.
+    """
+    shape, sparse_dim = grad.shape, grad.sparse_dim()
+    if sparse_dim == 1:
+        return row_gradient(grad, shape)
+    if sparse_dim == 0:
+        return all_rows(grad.to_dense(), tuple(shape[:1]))
+    _flatten_indices(grad._indices(), shape[:sparse_dim])  # for its check: coalesce trusts the indices
+    grad = grad.coalesce()
+    rows, position = torch.unique(grad.indices()[0], return_inverse=True)
+    values = grad.values().new_zeros(len(rows), *shape[1:])
+    values.index_put_((position, *grad.indices()[1:]), grad.values())
+    return _over(rows, values.reshape(len(rows), math.prod(shape[1:])), shape[:1])
+
+
 def all_rows(grad: Tensor, lead: tuple[int, ...]) -> RowGradient:
     """Every row of a dense gradient, over a table whose rows run over ``lead``."""
     values = grad.reshape(math.prod(lead), math.prod(grad.shape[len(lead) :]))

@@ -15,16 +15,23 @@ from torch import Tensor
 
 from .._gradient import RowGradient
 from .._rule import Rule
+from .._schedule import Schedule
 from .._state import State
 from . import reference
 
 
 class Backend(Protocol):
-    """What an implementation offers. None of its functions but ``update`` writes anything."""
+    """What an implementation offers."""
 
     def first_outside(self, gradient: RowGradient) -> int | None: ...
     def has_nonfinite(self, gradient: RowGradient) -> bool: ...
     def update(self, param: Tensor, state: State, gradient: RowGradient, rule: Rule) -> int: ...
+
+    def count_stale(self, since: Tensor, rows: Tensor, step: int) -> int: ...
+    def mark(self, since: Tensor, rows: Tensor, step: int) -> None: ...
+    def catch_up(
+        self, param: Tensor, state: State, since: Tensor, schedule: Schedule, rows: Tensor | range
+    ) -> None: ...
 
 
 def chosen() -> Backend:

@@ -16,13 +16,15 @@ from torch import Tensor
 
 from ..._gradient import RowGradient
 from ..._rule import Rule, compute_dtype
+from ..._schedule import Schedule
 from ..._state import State
 from .. import reference
 from . import adam as kernels
+from . import catch_up as strides
 from . import group as grouping
 
 # An empty array of a type tells the kernels how to read an address. For 16-bit floats see bits.py.
-_LIKE = {
+_LIKE: dict[torch.dtype, Any] = {
     torch.float16: np.empty(0, np.int16),
     torch.bfloat16: np.empty(0, np.uint16),
     torch.float32: np.empty(0, np.float32),
@@ -85,10 +87,7 @@ def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule) -> in
     m, v = state["exp_avg"], state["exp_avg_sq"]
     u = state["max_exp_avg_sq"] if rule.amsgrad else None
     counts = state["row_step"] if rule.per_row else None
-    for tensor in (param, m, v, u, counts):
-        if tensor is not None and not (tensor.is_cpu and tensor.is_contiguous()):
-            return reference.update(param, state, gradient, rule)
-    if v.dtype != m.dtype or (u is not None and u.dtype != m.dtype):
+    if not _are_addressable(param, m, v, u) or not (counts is None or counts.is_contiguous()):
         return reference.update(param, state, gradient, rule)
 
     keys, count, shift = _group(gradient)
@@ -117,9 +116,7 @@ def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule) -> in
         rule.corrected_eps or None,
         rule.skip_nonfinite or None,
     )
-    threads = torch.get_num_threads()
-    if values.numel() * values.element_size() < _PARALLEL_FROM_BYTES:
-        threads = 1
+    threads = _threads_for(values.numel() * values.element_size())
     totals = _workspace.totals(threads, gradient.columns, compute_dtype(param.dtype, m.dtype, values.dtype))
     if threads == 1:
         skipped = kernels.update_range(0, count, totals, 0, *arguments)
@@ -140,6 +137,76 @@ def _group(gradient: RowGradient) -> tuple[Any, int, int]:
     keys = _workspace.keys
     grouping.group(rows, shift, (gradient.row_count - 1).bit_length(), keys, _workspace.spare)
     return keys, count, shift
+
+
+def catch_up(param: Tensor, state: State, since: Tensor, schedule: Schedule, rows: Tensor | range) -> None:
+    """Bring these rows of ``param`` and its moments from the steps in ``since`` to the schedule's."""
+    m, v = state["exp_avg"], state["exp_avg_sq"]
+    u = state["max_exp_avg_sq"] if schedule.amsgrad else None
+    if not _are_addressable(param, m, v, u):
+        reference.catch_up(param, state, since, schedule, rows)
+        return
+    columns = param.numel() // max(1, since.numel())
+    arguments = (
+        since.view(-1).numpy(),
+        param.data_ptr(),
+        m.data_ptr(),
+        v.data_ptr(),
+        None if u is None else u.data_ptr(),
+        _LIKE[param.dtype],
+        _LIKE[m.dtype],
+        columns,
+        schedule.step,
+        schedule.window,
+        schedule.frozen,
+        schedule.rate,
+        schedule.root,
+        schedule.decayed,
+        schedule.beta1_powers,
+        schedule.beta2_powers,
+        schedule.ratio,
+        schedule.growth,
+        schedule.eps,
+    )
+    threads = _threads_for(len(rows) * columns * param.element_size())
+    scratch = _workspace.totals(2 * threads, columns, compute_dtype(param.dtype, m.dtype)).reshape(threads, 2, columns)
+    if isinstance(rows, range):
+        serial, parallel = strides.catch_up_range, strides.catch_up_range_parallel
+        work: tuple[Any, ...] = (rows.start, rows.stop)
+    else:
+        serial, parallel = strides.catch_up_ids, strides.catch_up_ids_parallel
+        work = (rows.numpy(),)
+    if threads == 1:
+        serial(0, scratch, *work, *arguments)
+    else:
+        with _parallel_region:
+            parallel(scratch, *work, *arguments)
+
+
+def count_stale(since: Tensor, rows: Tensor, step: int) -> int:
+    """How many of these row numbers name a row that is not up to date."""
+    if not since.is_cpu:
+        return reference.count_stale(since, rows, step)
+    return int(strides.count_stale(since.view(-1).numpy(), rows.numpy(), step))
+
+
+def mark(since: Tensor, rows: Tensor, step: int) -> None:
+    """Note that these rows are up to date at this step."""
+    if not since.is_cpu:
+        reference.mark(since, rows, step)
+        return
+    strides.mark(since.view(-1).numpy(), rows.numpy(), step)
+
+
+def _are_addressable(param: Tensor, m: Tensor, v: Tensor, u: Tensor | None) -> bool:
+    """Whether the kernels can take these tensors by their addresses."""
+    if not (param.is_cpu and param.is_contiguous() and m.is_contiguous() and v.is_contiguous() and v.dtype == m.dtype):
+        return False
+    return u is None or (u.is_contiguous() and u.dtype == m.dtype)
+
+
+def _threads_for(byte_count: int) -> int:
+    return 1 if byte_count < _PARALLEL_FROM_BYTES else torch.get_num_threads()
 
 
 def _addressable(values: Tensor) -> Tensor:

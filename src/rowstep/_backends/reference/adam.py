@@ -10,9 +10,9 @@ import math
 import torch
 from torch import Tensor
 
-from .._gradient import RowGradient
-from .._rule import Rule, compute_dtype
-from .._state import State
+from ..._gradient import RowGradient
+from ..._rule import Rule, compute_dtype
+from ..._state import State
 
 
 def first_outside(gradient: RowGradient) -> int | None:
@@ -39,7 +39,7 @@ def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule) -> in
         skipped = len(rows) - int(finite.sum())
         rows, g = rows[finite], g[finite]
 
-    place = _Rows(gradient.lead, rows)
+    place = RowsOf(gradient.lead, rows)
     p = place.read(param, dtype)
     m = place.read(state["exp_avg"], dtype)
     v = place.read(state["exp_avg_sq"], dtype)
@@ -68,7 +68,7 @@ def _sum_duplicates(gradient: RowGradient, dtype: torch.dtype) -> tuple[Tensor, 
     return rows, values.new_zeros(len(rows), gradient.columns).index_add_(0, position, values)
 
 
-def _count_rows(row_step: Tensor, place: _Rows, rule: Rule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _count_rows(row_step: Tensor, place: RowsOf, rule: Rule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Count a step for each row; return each row's step size and eps, as columns."""
     count = place.read(row_step, torch.int64) + 1
     place.write(row_step, count)
@@ -77,7 +77,7 @@ def _count_rows(row_step: Tensor, place: _Rows, rule: Rule, dtype: torch.dtype) 
     return (rule.step_size * correction2 / correction1).to(dtype), eps.to(dtype)
 
 
-class _Rows:
+class RowsOf:
     """Distinct rows of a table, read and written as a matrix. Indexing, unlike a view, works for any strides."""
 
     def __init__(self, lead: tuple[int, ...], rows: Tensor) -> None:

@@ -1,0 +1,164 @@
+"""A row's deferred steps, taken in one stride: the kernels. ``rowstep._deferred`` derives what they compute.
+
+No sorting here: ``since`` says for every row at which step it was last up to date, and a row that has just been brought
+up to date is passed over when its id comes again. Threads share the rows by their number, so no two meet.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit, prange
+
+from ..._schedule import EBAR, M0, M2, M3, M4, M5, SAFE
+from .bits import INLINE, JIT, narrow, prefetch, row_at, widen
+
+# A momentum this small moves nothing any more, and as a denormal number it makes every later step three times slower.
+_TINY_MOMENTUM = 1e-30
+
+_ROWS_AHEAD = 8
+_SINCE_AHEAD = 32
+
+
+@njit(**JIT, parallel=True)
+def catch_up_ids_parallel(scratch, ids, *arguments):
+    for part in prange(scratch.shape[0]):
+        catch_up_ids(part, scratch, ids, *arguments)
+
+
+@njit(**JIT, parallel=True)
+def catch_up_range_parallel(scratch, first, last, *arguments):
+    parts = scratch.shape[0]
+    for part in prange(parts):
+        start = first + (last - first) * part // parts
+        stop = first + (last - first) * (part + 1) // parts
+        catch_up_range(part, scratch, start, stop, *arguments)
+
+
+@njit(**JIT)
+def catch_up_ids(part, scratch, ids, since, p_at, m_at, v_at, u_at, p_like, m_like, columns, *schedule):
+    """Bring the rows in ``ids`` up to date that belong to this part of the work."""
+    step, parts = schedule[0], scratch.shape[0]
+    p_bytes, m_bytes = columns * p_like.itemsize, columns * m_like.itemsize
+    since_at = np.int64(since.ctypes.data)
+    for position in range(ids.size):
+        if position + _SINCE_AHEAD < ids.size:
+            prefetch(since_at + ids[position + _SINCE_AHEAD] * since.itemsize, 1)
+        if position + _ROWS_AHEAD < ids.size:
+            ahead = ids[position + _ROWS_AHEAD]
+            if since[ahead] != step and ahead % parts == part:
+                prefetch(p_at + ahead * p_bytes, p_bytes)
+                prefetch(m_at + ahead * m_bytes, m_bytes)
+                prefetch(v_at + ahead * m_bytes, m_bytes)
+        row = ids[position]
+        if row % parts == part and since[row] != step:
+            catch_up_row(row, scratch[part], since, p_at, m_at, v_at, u_at, p_like, m_like, columns, *schedule)
+
+
+@njit(**JIT)
+def catch_up_range(part, scratch, first, last, since, p_at, m_at, v_at, u_at, p_like, m_like, columns, *schedule):
+    """Bring the rows first..last-1 up to date."""
+    step = schedule[0]
+    for row in range(first, last):
+        if since[row] != step:
+            catch_up_row(row, scratch[part], since, p_at, m_at, v_at, u_at, p_like, m_like, columns, *schedule)
+
+
+@njit(**INLINE)
+def catch_up_row(
+    row, scratch, since, p_at, m_at, v_at, u_at, p_like, m_like, columns,
+    step, window, frozen, rate, root, decayed, beta1_powers, beta2_powers, ratio, growth, eps,
+):  # fmt: skip
+    """Take all the steps that this row has missed."""
+    capacity, length = rate.size, window.shape[0] - 1
+    start = np.int64(since[row])
+    gap = step - start
+    since[row] = step
+    now = decayed[step % capacity]
+    kept, aged = math.exp(now - decayed[start % capacity]), 1.0
+    if gap <= length:
+        terms = window[gap]
+    else:
+        terms = frozen[start % capacity]
+        aged = math.exp(now - decayed[(start + length) % capacity])
+    p = row_at(p_at + row * columns * p_like.itemsize, columns, p_like)
+    m = row_at(m_at + row * columns * m_like.itemsize, columns, m_like)
+    v = row_at(v_at + row * columns * m_like.itemsize, columns, m_like)
+    # Under amsgrad the largest second moment divides, and it does not decay.
+    divisor = v if u_at is None else row_at(u_at + row * columns * m_like.itemsize, columns, m_like)
+    sums = scratch[0]
+    if is_safe(divisor, m, terms[SAFE], sums):
+        sum_by_series(sums, divisor, terms, aged)
+    else:
+        sum_by_terms(sums, scratch[1], divisor, step, start, min(gap, length), rate, root, decayed, ratio, growth, eps)
+    take(p, m, v, sums, kept, beta1_powers[gap], beta2_powers[gap])
+
+
+@njit(**INLINE)
+def is_safe(divisor, m, bound, like):
+    """Whether the series is good enough for every number of this row that still moves."""
+    unsafe = False
+    if bound > 0:
+        least = like.dtype.type(bound)
+        for c in range(m.size):
+            unsafe |= (widen(divisor[c], like) < least) & (widen(m[c], like) != 0)
+    return not unsafe
+
+
+@njit(**INLINE)
+def sum_by_series(sums, divisor, terms, aged):
+    number = sums.dtype.type
+    mean, m0 = number(terms[EBAR]), number(terms[M0] * aged)
+    m2, m3, m4, m5 = (
+        number(terms[M2] * aged), number(terms[M3] * aged), number(terms[M4] * aged), number(terms[M5] * aged)
+    )  # fmt: skip
+    one = number(1)
+    for c in range(sums.size):
+        inverse = one / (math.sqrt(widen(divisor[c], sums)) + mean)
+        theta = mean * inverse
+        sums[c] = inverse * (m0 + theta * theta * (m2 - theta * (m3 - theta * (m4 - theta * m5))))
+
+
+@njit(**INLINE)
+def sum_by_terms(sums, roots, divisor, step, start, count, rate, root, decayed, ratio, growth, eps):
+    number = sums.dtype.type
+    for c in range(sums.size):
+        sums[c] = number(0)
+        roots[c] = math.sqrt(widen(divisor[c], sums))
+    capacity = rate.size
+    for j in range(1, count + 1):
+        slot = (start + j) % capacity
+        weight = number(rate[slot] * math.exp(decayed[step % capacity] - decayed[slot]) * ratio**j)
+        e = number(eps * root[slot] * growth**j)
+        for c in range(sums.size):
+            sums[c] += weight / (roots[c] + e)
+
+
+@njit(**INLINE)
+def take(p, m, v, sums, kept, beta1_power, beta2_power):
+    number = sums.dtype.type
+    kept, beta1_power, beta2_power = number(kept), number(beta1_power), number(beta2_power)
+    tiny, zero = number(_TINY_MOMENTUM), number(0)
+    for c in range(p.size):
+        m_c = widen(m[c], sums)
+        p[c] = narrow(kept * widen(p[c], sums) - m_c * sums[c], p)
+        m_c = m_c * beta1_power
+        m[c] = narrow(m_c if abs(m_c) > tiny or m_c != m_c else zero, m)
+        v[c] = narrow(widen(v[c], sums) * beta2_power, v)
+
+
+@njit(**JIT)
+def count_stale(since, rows, step):
+    """How many of these row numbers name a row that is not up to date."""
+    stale = 0
+    for row in rows:
+        stale += since[row] != step
+    return stale
+
+
+@njit(**JIT)
+def mark(since, rows, step):
+    """Note that these rows are up to date at this step."""
+    for row in rows:
+        since[row] = step

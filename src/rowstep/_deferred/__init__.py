@@ -1,0 +1,53 @@
+r"""Dense Adam's result, at the cost of the rows touched.
+
+Dense Adam moves every row of a table at every step, because old momentum keeps acting and weight decay never rests. But
+a row that gets no gradient for k steps follows a path that is known in advance, so all of it can be taken in one stride
+when somebody next reads the row. Until then the row waits.
+
+The stride
+----------
+A row was brought up to date at step s with (p, m, v), and now it is step T = s + k. At step t = s + j it had no
+gradient, so m and v only decayed:
+
+    m_t = b1^j m        v_t = b2^j v
+
+and Adam moved p by ``lr_t m_t / (1 - b1^t) / (sqrt(v_t / (1 - b2^t)) + eps)``, after AdamW had shrunk it by
+``1 - lr_t wd``. Write
+
+    a_t = lr_t sqrt(1 - b2^t) / (1 - b1^t)     q_t = sqrt(1 - b2^t)     r = b1 / sqrt(b2)
+    P(t) = product of (1 - lr_u wd) over t < u <= T
+
+and divide numerator and denominator of every move by b2^(j/2). What is left of all k steps is
+
+    p_T = P(s) p  -  m * sum over j = 1..k of  w_j / (sqrt(v) + e_j)
+
+    w_j = a_{s+j} P(s+j) r^j        e_j = eps q_{s+j} b2^(-j/2)
+
+The w and e depend on s and T alone, not on the row: the sum is a function of sqrt(v).
+
+The sum in constant time
+------------------------
+For eps = 0 the sum would be ``sum(w) / sqrt(v)``. For any eps, expand 1/(sqrt(v) + e) around the weighted mean of e:
+with ``ebar = sum(w e)/sum(w)``, ``theta = ebar/(sqrt(v) + ebar)`` and ``M_n = sum w (e/ebar - 1)^n``,
+
+    [M0 + theta^2 M2 - theta^3 M3 + theta^4 M4 - theta^5 M5] / (sqrt(v) + ebar)
+
+is the sum to a relative error of at most ``theta^6 (M6/M0) max(1, ebar/e_1)``. (M1 is 0 by the choice of ebar.) The e
+differ little over the steps in which the w matter, so the error is far below rounding nearly always. Where the bound
+says otherwise (the first steps of a run, a b2 below 0.99 with a tiny v), the terms are added one by one; after J steps,
+with r^J below the precision, the rest is nothing. ``rowstep._schedule`` keeps the coefficients for every gap.
+
+With amsgrad the largest v divides, which does not change without a gradient: sqrt(v) becomes sqrt(vmax), r becomes b1
+and e_j = eps q_{s+j}. Coupled L2 has no such form, since m and v then depend on p: it is refused.
+
+What makes it safe
+------------------
+A row must be up to date *before it is read*, else its gradient belongs to another weight. ``attach`` puts that in front
+of every embedding lookup; whoever reads rows in another way says so with ``catch_up``, ``flush`` or ``up_to_date``. A
+gradient for a row that was not up to date is an error, never a silent drift.
+"""
+
+from .optimizer import DeferredAdam, DeferredAdamW
+from .table import StaleRowsError
+
+__all__ = ["DeferredAdam", "DeferredAdamW", "StaleRowsError"]

@@ -1,0 +1,296 @@
+"""DeferredAdam and DeferredAdamW: torch.optim.Adam and AdamW, with the rows of tables taken when they are read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT, StateDict
+
+from .. import _backends
+from .._backends import Backend
+from .._gradient import RowGradient, by_first_dimension, outside_message, rows_of_first_dimension
+from .._optimizer import Group, RowOptimizer, Rows
+from .._rule import row_rule
+from .._schedule import check_betas
+from .._state import State, ensure_moments
+from .attach import attach
+from .table import Options, StaleRowsError, Table
+
+_WAYS_OUT = (
+    "read them through an nn.Embedding or nn.EmbeddingBag that is attached to this optimizer (give it the model, or "
+    "call opt.attach(module)), or call opt.catch_up(param, ids) before you read them; "
+    "with opt.up_to_date(param) the whole table can be read"
+)
+
+
+class DeferredAdam(RowOptimizer):
+    r"""torch.optim.Adam, at the cost of the rows touched.
+
+    The weights that a forward pass reads, and the flushed table, are those that :class:`torch.optim.Adam` would have
+    after the same steps with dense gradients. Rows without a gradient wait, and are brought up to date in one stride
+    before they are read. Parameters with dense gradients step exactly as torch's. See ``docs/deferred.md``.
+
+    Args:
+        params: a module, whose Embedding and EmbeddingBag children are attached, or parameters or groups, as for any
+            torch optimizer; then call :meth:`attach` with the modules that read them.
+        lr: learning rate, a number or a one-element Tensor. Any schedule will do, also one that changes at every step.
+        betas: decay rates of the two moments; beta1 must be below sqrt(beta2).
+        eps: added to the bias-corrected :math:`\sqrt{v}`.
+        amsgrad: normalise by the largest second moment so far.
+        maximize: step up the gradient instead of down.
+        allow_stale: bring a gradient's rows up to date inside the step if they were not when they were read, instead of
+            raising :class:`StaleRowsError`. Those gradients then belong to weights that lack the momentum (and weight
+            decay) of the steps a row has waited: the run is no longer dense Adam's, though close to it where rows
+            return often.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT | nn.Module,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        *,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        allow_stale: bool = False,
+    ) -> None:
+        options = {"amsgrad": amsgrad, "maximize": maximize, "weight_decay": 0.0, "decoupled_weight_decay": False}
+        self._construct(params, {"lr": lr, "betas": betas, "eps": eps} | options, allow_stale)
+
+    def _construct(self, params: ParamsT | nn.Module, defaults: dict[str, Any], allow_stale: bool) -> None:
+        self.allow_stale = allow_stale
+        self._tables: dict[Tensor, Table] = {}
+        self._attached: list[nn.Module] = []
+        super().__init__(params.parameters() if isinstance(params, nn.Module) else params, defaults)
+        if isinstance(params, nn.Module):
+            self._attach_all(params)
+
+    def _check_group(self, group: Mapping[str, Any], where: str) -> None:
+        super()._check_group(group, where)
+        if group["weight_decay"] != 0 and not group["decoupled_weight_decay"]:
+            raise ValueError(
+                f"Invalid weight_decay value: {group['weight_decay']}{where}; L2 folded into the gradient cannot be "
+                "deferred, because both moments then depend on the weight; use DeferredAdamW, which decays the weight "
+                "itself as AdamW does"
+            )
+        beta1, beta2 = group["betas"]
+        check_betas(float(beta1), float(beta2), amsgrad=group["amsgrad"], where=where)
+        _check_decay(group)
+
+    # Reading
+
+    def attach(self, module: nn.Module) -> None:
+        """Bring rows up to date before each lookup of the Embedding and EmbeddingBag modules in ``module``."""
+        if not self._attach_all(module):
+            raise ValueError(
+                f"{type(module).__name__} has no Embedding or EmbeddingBag whose weight this optimizer has; "
+                "for other reads call opt.catch_up(param, ids)"
+            )
+
+    def _attach_all(self, module: nn.Module) -> bool:
+        owned = {param for group in self.param_groups for param in group["params"]}
+        found = False
+        for child in module.modules():
+            if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.weight in owned:
+                found = True
+                attach(child, self)
+                if not any(child is other for other in self._attached):
+                    self._attached.append(child)
+        return found
+
+    @torch.no_grad()
+    def catch_up(self, param: Tensor, ids: Tensor) -> None:
+        """Bring the rows ``ids`` of ``param`` up to date, for a read that no attached module makes."""
+        self._group_of(param)
+        table = self._tables.get(param)
+        if table is None:
+            return
+        backend = _backends.chosen()
+        rows = _as_rows_of(table, ids)
+        outside = backend.first_outside(RowGradient(rows, rows, table.lead, table.row_count, 1))
+        if outside is not None:
+            raise IndexError(outside_message(outside, table.row_count).replace("the gradient has index", "ids has"))
+        self._settle(param, table, backend)
+        table.catch_up(rows, backend)
+
+    @torch.no_grad()
+    def flush(self, param: Tensor | None = None) -> None:
+        """Bring every row of ``param``, or of all parameters, up to date."""
+        if param is not None:
+            self._group_of(param)
+        for table in self._tables.values() if param is None else filter(None, [self._tables.get(param)]):
+            table.flush(_backends.chosen())
+
+    @contextlib.contextmanager
+    def up_to_date(self, param: Tensor) -> Iterator[Tensor]:
+        """For reads of a whole table: inside the block every row of ``param`` is up to date, also after a step."""
+        self.flush(param)
+        table = self._tables.get(param)
+        if table is None:  # no row waits yet; a step inside the block may change that
+            with torch.no_grad():
+                table = self._make_table(param, tuple(param.shape[:1]))
+        table.kept_current += 1
+        try:
+            yield param
+        finally:
+            table.kept_current -= 1
+
+    def bring_up_to_date(self, param: Tensor, ids: Tensor | None) -> None:
+        """What attached modules call before they read: like :meth:`catch_up` or :meth:`flush`, but never raises.
+
+        An id outside the table is left to the lookup itself, which has its own message for it.
+        """
+        table = self._tables.get(param)
+        if table is None:
+            return
+        with torch.no_grad():
+            if ids is None:
+                table.flush(_backends.chosen())
+            else:
+                with contextlib.suppress(IndexError):
+                    self.catch_up(param, ids)
+
+    # Stepping
+
+    def _as_rows(self, param: Tensor, grad: Tensor, state: State, group: Group) -> Rows | None:
+        return Rows(param, rows_of_first_dimension(grad)) if grad.is_sparse else None
+
+    def _check_gradient(self, param: Tensor, grad: Tensor, item: Rows | None, group: Group, backend: Backend) -> None:
+        _check_decay(group)
+        table = self._tables.get(param)
+        if table is None or self.allow_stale:
+            return
+        rows = item.gradient.rows if item is not None else by_first_dimension(grad).ne(0).any(dim=1).nonzero().view(-1)
+        stale = backend.count_stale(table.since, rows, table.step)
+        if stale:
+            raise StaleRowsError(
+                f"{stale} of the gradient's {len(rows)} rows were not up to date when they were read; {_WAYS_OUT}"
+            )
+
+    def _step_rows(self, item: Rows, group: Group, backend: Backend) -> None:
+        param, gradient, _ = item
+        table = self._tables.get(param) or self._make_table(param, gradient.lead)
+        self._settle(param, table, backend)
+        if self.allow_stale:
+            table.catch_up(gradient.rows, backend)
+        state, step = self.state[param], table.step + 1
+        if not gradient.is_empty:
+            rule = row_rule(
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                step=step,
+                maximize=group["maximize"],
+                weight_decay=group["weight_decay"],
+                decoupled_weight_decay=True,
+                amsgrad=group["amsgrad"],
+                per_row=False,
+                corrected_eps=True,
+                skip_nonfinite=False,
+            )
+            backend.update(param, state, gradient, rule)
+        state["step"] += 1
+        table.advance(gradient.rows, float(group["lr"]), group["weight_decay"], backend)
+
+    def _step_dense(self, items: list[tuple[Tensor, Tensor]], group: Group, backend: Backend) -> None:
+        tables = [self._tables[param] for param, _ in items if param in self._tables]
+        for table in tables:
+            table.flush(backend)
+            self._settle(table.param, table, backend)
+        super()._step_dense(items, group, backend)
+        for table in tables:
+            table.advance(None, float(group["lr"]), group["weight_decay"], backend)
+
+    def _make_table(self, param: Tensor, lead: tuple[int, ...]) -> Table:
+        """Begin to defer: every row is up to date now, with the steps that the parameter has taken so far."""
+        group, state = self._group_of(param), self.state[param]
+        ensure_moments(state, param, amsgrad=group["amsgrad"])
+        if not isinstance(state["step"], Tensor):
+            state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32)
+        table = self._tables[param] = Table(param, state, lead, _options(group), int(state["step"]))
+        return table
+
+    def _settle(self, param: Tensor, table: Table, backend: Backend) -> None:
+        """See whether betas, eps or amsgrad have been changed since the last step."""
+        group = self._group_of(param)
+        if _options(group) != table.options:
+            self._check_group(group, "")
+            table.flush(backend)
+            ensure_moments(self.state[param], param, amsgrad=group["amsgrad"])
+            table.adopt(_options(group), backend)
+
+    def _group_of(self, param: Tensor) -> Group:
+        for group in self.param_groups:
+            if any(param is other for other in group["params"]):
+                return group
+        raise ValueError(f"a parameter of shape {tuple(param.shape)} is not one of this optimizer's")
+
+    # Copies and checkpoints
+
+    def state_dict(self) -> StateDict:
+        """The flushed state: torch.optim.Adam's own (or AdamW's), which loads there and here."""
+        self.flush()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load a state dict of this class or of torch.optim.Adam or AdamW. What was outstanding is forgotten."""
+        super().load_state_dict(state_dict)
+
+    def _loaded(self, given: StateDict) -> None:
+        self._tables.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.flush()
+        return super().__getstate__() | {"allow_stale": self.allow_stale, "_attached": self._attached}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_attached" in state:  # a copy or an unpickled optimizer, not a loaded state dict
+            self._tables = {}
+            for module in self._attached:
+                attach(module, self)
+
+
+class DeferredAdamW(DeferredAdam):
+    r"""torch.optim.AdamW, at the cost of the rows touched: :class:`DeferredAdam` with decoupled weight decay.
+
+    Weight decay acts on every row at every step, also on rows that are never touched, as dense AdamW's does.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT | nn.Module,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        *,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        allow_stale: bool = False,
+    ) -> None:
+        decay = {"weight_decay": weight_decay, "decoupled_weight_decay": True}
+        options = {"amsgrad": amsgrad, "maximize": maximize}
+        self._construct(params, {"lr": lr, "betas": betas, "eps": eps} | decay | options, allow_stale)
+
+
+def _options(group: Group) -> Options:
+    beta1, beta2 = group["betas"]
+    return (float(beta1), float(beta2)), group["eps"], group["amsgrad"]
+
+
+def _check_decay(group: Mapping[str, Any]) -> None:
+    decay = float(group["lr"]) * group["weight_decay"]
+    if decay >= 1:
+        raise ValueError(
+            f"lr * weight_decay is {decay}; deferred steps need it below 1, so that a weight is not negated"
+        )
+
+
+def _as_rows_of(table: Table, ids: Tensor) -> Tensor:
+    return ids.detach().reshape(-1).to(device=table.since.device, dtype=torch.int64)

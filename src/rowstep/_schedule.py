@@ -1,0 +1,144 @@
+"""The coefficients of a row's deferred steps, for every gap at once.
+
+``rowstep._deferred`` derives what is computed here. A table at step T needs, for a row last brought up to date at step
+s = T - k, the sum over the k steps in between of weights ``w`` that decay by ``r`` a step, divided by sqrt(v) plus an
+``e`` that grows. Expanded around the mean of e, the sum over the terms becomes five numbers per gap:
+
+    M0, ebar, M2, M3, M4, M5        ebar = sum(w e) / sum(w)     Mn = sum(w (e/ebar - 1)^n)
+
+Two tables hold them. The *window* covers the gaps 1..J, where J is the number of steps after which ``r^J`` is below
+float64's precision; it is rebuilt at every step from sums of positive terms, so nothing drifts. A row that has waited
+longer needs its first J steps only, and those lie in the past for good: when a step leaves the window, its entry is
+*frozen*. Only the weight decay since then still acts on it.
+
+Frozen entries are kept in a ring. ``capacity`` steps is how far back it reaches; the owner of the table sees to it that
+no row waits longer, so the memory is bounded however long the run.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+# Columns of a coefficient table.
+M0, EBAR, M2, M3, M4, M5, SAFE = range(7)
+COLUMNS = 7
+
+# The terms beyond the window are smaller than this against the first.
+_NEGLIGIBLE = 1e-17
+_LONGEST_WINDOW = 1 << 16
+
+# Mn as a combination of E0..E6: the binomial (e/ebar - 1)^n written out.
+_CENTRAL = np.array([[(-1.0) ** (n - k) * math.comb(n, k) for k in range(7)] for n in range(7)])
+
+
+def window_length(beta1: float, beta2: float, *, amsgrad: bool) -> int:
+    """How many steps the momentum of a row keeps acting, to float64's precision."""
+    ratio = beta1 if amsgrad else beta1 / math.sqrt(beta2)
+    return 1 if ratio == 0 else math.ceil(math.log(_NEGLIGIBLE) / math.log(ratio))
+
+
+def check_betas(beta1: float, beta2: float, *, amsgrad: bool, where: str = "") -> None:
+    """Raise if a row's path cannot be cut off: its terms must decay, and fast enough to keep a table of them."""
+    if not amsgrad and beta1 >= math.sqrt(beta2):
+        raise ValueError(
+            f"Invalid betas: {(beta1, beta2)}{where}; deferred steps need beta1 < sqrt(beta2), else the momentum of a "
+            "row outlives its second moment and no later step can be left out; use rowstep.SparseAdam or torch's Adam"
+        )
+    length = window_length(beta1, beta2, amsgrad=amsgrad)
+    if length > _LONGEST_WINDOW:
+        raise ValueError(
+            f"Invalid betas: {(beta1, beta2)}{where}; the momentum of a row would act for {length} steps, and deferred "
+            f"steps keep a table of at most {_LONGEST_WINDOW}; use a smaller beta1"
+        )
+
+
+class Schedule:
+    """What every step of a table was like, and what it takes to make up for any number of them."""
+
+    def __init__(
+        self, betas: tuple[float, float], eps: float, *, amsgrad: bool, step: int, tolerance: float, capacity: int = 0
+    ) -> None:
+        beta1, beta2 = betas
+        self.betas, self.eps, self.amsgrad, self.tolerance = betas, eps, amsgrad, tolerance
+        self.step = step
+        self.window_length = length = window_length(beta1, beta2, amsgrad=amsgrad)
+        self.capacity = capacity = max(capacity, 1 << 14, 4 * length)
+        self.ratio = beta1 if amsgrad else beta1 / math.sqrt(beta2)
+        self.growth = 1.0 if amsgrad else 1 / math.sqrt(beta2)
+
+        # Per step, in a ring over its number: lr with bias correction, sqrt(1 - beta2^t), and the logarithm of what
+        # weight decay has left since this schedule began.
+        self.rate, self.root, self.decayed = np.zeros(capacity), np.ones(capacity), np.zeros(capacity)
+        self.frozen = np.zeros((capacity, COLUMNS))
+        self.window = np.zeros((length + 1, COLUMNS))
+        self.beta1_powers = beta1 ** np.arange(capacity + 1, dtype=np.float64)
+        self.beta2_powers = beta2 ** np.arange(capacity + 1, dtype=np.float64)
+
+        # The newest steps, newest first: rate times what weight decay has left of it since, and the powers of root.
+        self._recent_rate = np.zeros(length)
+        self._recent_root = np.ones((7, length))
+        rho = self.ratio * self.growth ** np.arange(7.0)[:, None]
+        self._undo = rho ** -np.arange(length) if self.ratio else np.zeros((7, length))
+        self._redo = rho ** np.arange(1, length + 1)
+
+    def advance(self, lr: float, weight_decay: float) -> None:
+        """Record one more step, and bring the coefficients of every gap up to it."""
+        beta1, beta2 = self.betas
+        kept = 1 - lr * weight_decay
+        if kept <= 0:
+            raise ValueError(f"lr * weight_decay is {lr * weight_decay}; deferred steps need it below 1")
+        self.step += 1
+        root = math.sqrt(1 - beta2**self.step)
+        rate = lr * root / (1 - beta1**self.step)
+        slot, before = self.step % self.capacity, (self.step - 1) % self.capacity
+        self.rate[slot], self.root[slot] = rate, root
+        self.decayed[slot] = self.decayed[before] + math.log(kept)
+        if self.decayed[slot] < -64:  # only differences count, and those of small numbers are the better ones
+            self.decayed -= self.decayed[slot]
+        self._recent_rate[1:] = self._recent_rate[:-1] * kept
+        self._recent_rate[0] = rate
+        self._recent_root[:, 1:] = self._recent_root[:, :-1]
+        self._recent_root[:, 0] = [root**n for n in range(7)]
+        self._rebuild_window()
+        self.frozen[(self.step - self.window_length) % self.capacity] = self.window[self.window_length]
+
+    def _rebuild_window(self) -> None:
+        # sums[n, k-1] = sum over the last k steps of w * (e/eps)^n, where step T-i has the weight
+        # rate * kept * ratio^(k-i) and e/eps = root * growth^(k-i). Every term is positive: no digit is lost.
+        sums = np.cumsum(self._recent_rate * self._recent_root * self._undo, axis=1) * self._redo
+        total = sums[0]
+        some = total > 0
+        mean = np.divide(sums[1], total, out=np.ones_like(total), where=some)
+        for n in range(1, 7):
+            sums[n:] /= mean
+        central = _CENTRAL @ sums
+        window = self.window[1:]
+        window[:, M0], window[:, EBAR] = total, self.eps * mean
+        window[:, M2:SAFE] = central[2:6].T
+        # The series ends after M5. What is left out is at most theta^6 (M6/M0) max(1, ebar/e_1) of the sum; where
+        # that is above the tolerance, i.e. for sqrt(v) below a bound, the terms have to be summed one by one.
+        first = self._recent_root[1] * self.growth
+        rest = np.divide(np.abs(central[6]), total, out=np.zeros_like(total), where=some) * np.maximum(1, mean / first)
+        least_root = window[:, EBAR] * ((rest / self.tolerance) ** (1 / 6) - 1)
+        window[:, SAFE] = np.maximum(least_root, 0) ** 2
+
+    def coefficients(self, since: Any) -> tuple[Any, Any, Any]:
+        """For rows up to date at the steps ``since``: coefficients, what decay leaves of p, and of the past sum."""
+        gap = self.step - since
+        young = gap <= self.window_length
+        table = np.where(young[:, None], self.window[np.where(young, gap, 0)], self.frozen[since % self.capacity])
+        now = self.decayed[self.step % self.capacity]
+        kept = np.exp(now - self.decayed[since % self.capacity])
+        aged = np.exp(now - self.decayed[(since + self.window_length) % self.capacity])
+        return table, kept, np.where(young, 1.0, aged)
+
+    def terms(self, since: int) -> tuple[Any, Any]:
+        """The weights w and the e of every step that a row, up to date at ``since``, still has to take."""
+        count = min(self.step - since, self.window_length)
+        slots = np.arange(since + 1, since + count + 1) % self.capacity
+        powers = np.arange(1, count + 1)
+        kept = np.exp(self.decayed[self.step % self.capacity] - self.decayed[slots])
+        return self.rate[slots] * kept * self.ratio**powers, self.eps * self.root[slots] * self.growth**powers
