@@ -1,0 +1,37 @@
+"""The command line: `rowstep demo` shows the optimizer at work, `rowstep bench` measures it.
+
+Each command is a package with `ABOUT`, `add_arguments(parser)` and `run(arguments) -> exit code`. The commands draw
+with rich and matplotlib, which come with the extra `cli`; nothing else in rowstep needs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rowstep.cli import _bench, _demo
+from rowstep.cli._extras import MissingExtraError
+
+_COMMANDS = {"demo": _demo, "bench": _bench}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; argparse itself exits with 2 on arguments it does not know."""
+    given = sys.argv[1:] if argv is None else list(argv)
+    arguments = _parser().parse_args(given, argparse.Namespace(given=given))
+    try:
+        code: int = _COMMANDS[arguments.command].run(arguments)
+        return code
+    except MissingExtraError as error:
+        print(f"rowstep: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="rowstep", description="Adam for embedding tables.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, command in _COMMANDS.items():
+        about = command.ABOUT
+        command.add_arguments(commands.add_parser(name, help=about, description=about))
+    return parser

@@ -1,0 +1,5 @@
+import sys
+
+from rowstep.cli import main
+
+sys.exit(main())

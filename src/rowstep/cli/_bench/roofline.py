@@ -1,0 +1,122 @@
+"""The floor under a sparse step: a kernel that moves the step's bytes and does nothing else.
+
+Every occurrence's gradient is read once, and p, m, v of every distinct row are read and written once, rows ascending,
+as the step itself must. One number of each cache line is enough to make the whole line travel. Sorting is done
+beforehand and not timed. It works on rowstep's own tensors, so both meet the same pages, huge or not, and it adds zero,
+so their values stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numba.np.numpy_support import carray
+from numpy.typing import NDArray
+from torch import Tensor
+
+AHEAD = 8  # occurrences between a prefetch and its use; 4 to 32 measured alike
+LINE = 64  # bytes that one prefetch brings
+
+# Numba's stubs leave these two without types.
+insert: Any = cgutils.get_or_insert_function
+Pointer: Any = types.CPointer
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The bytes of one table's step: where they are, and in which order they are visited."""
+
+    values: Tensor  # (occurrences, dim), the gradient
+    tables: tuple[Tensor, Tensor, Tensor]  # p, m, v: (rows, dim)
+    rows: NDArray[np.int64]  # (occurrences,) ascending
+    order: NDArray[np.int64]  # (occurrences,) where in `values` each of them is
+    parts: NDArray[np.int64]  # (threads + 1,) bounds in `rows`; no row is in two parts
+
+    def move(self) -> None:
+        g, p, m, v = (tensor.data_ptr() for tensor in (self.values, *self.tables))
+        dim, zero = self.values.shape[1], np.float32(0)
+        if len(self.parts) == 2:
+            _move_one(g, p, m, v, self.rows, self.order, 0, len(self.rows), dim, zero)
+        else:
+            _move_all(g, p, m, v, self.rows, self.order, self.parts, dim, zero)
+
+
+def traffic(gradient: Tensor, tables: tuple[Tensor, Tensor, Tensor], threads: int) -> Traffic:
+    ids = gradient._indices()[0].numpy()
+    order = np.argsort(ids, kind="stable")
+    rows = ids[order]
+    parts = np.linspace(0, len(rows), threads + 1).astype(np.int64)
+    parts[1:-1] = np.searchsorted(rows, rows[parts[1:-1]])
+    return Traffic(gradient._values(), tables, rows, order, parts)
+
+
+def _prefetch(write: int) -> Any:
+    def declare(_typing: Any, _address: Any) -> Any:
+        def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+            kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+            fetch = insert(builder.module, kind, "llvm.prefetch.p0")
+            keep, data = number(3), number(1)
+            builder.call(fetch, [builder.inttoptr(arguments[0], pointer), number(write), keep, data])
+            return context.get_dummy_value()
+
+        return types.void(types.intp), emit
+
+    return intrinsic(declare)
+
+
+def _declare_floats_at(_typing: Any, _address: Any) -> Any:
+    pointer = Pointer(types.float32)
+
+    def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(pointer))
+
+    return pointer(types.intp), emit
+
+
+_fetch: Any = _prefetch(write=0)
+_fetch_to_write: Any = _prefetch(write=1)
+_floats_at: Any = intrinsic(_declare_floats_at)
+
+
+def _move_part(
+    g: int, p: int, m: int, v: int, rows: Any, order: Any, here: int, end: int, dim: int, zero: float
+) -> None:
+    width = 4 * dim
+    while here < end:
+        row = rows[here]
+        seen = zero
+        while here < end and rows[here] == row:
+            soon = here + AHEAD
+            if soon < end:
+                for byte in range(0, width, LINE):
+                    _fetch(g + order[soon] * width + byte)
+                if rows[soon] != rows[soon - 1]:
+                    for byte in range(rows[soon] * width, (rows[soon] + 1) * width, LINE):
+                        _fetch_to_write(p + byte)
+                        _fetch_to_write(m + byte)
+                        _fetch_to_write(v + byte)
+            gradient = carray(_floats_at(g + order[here] * width), dim)
+            for i in range(0, dim, LINE // 4):
+                seen += gradient[i]
+            here += 1
+        for table in (p, m, v):
+            weights = carray(_floats_at(table + row * width), dim)
+            for i in range(0, dim, LINE // 4):
+                weights[i] += zero * seen
+
+
+def _move_parts(g: int, p: int, m: int, v: int, rows: Any, order: Any, parts: Any, dim: int, zero: float) -> None:
+    for part in prange(parts.size - 1):
+        _move_one(g, p, m, v, rows, order, parts[part], parts[part + 1], dim, zero)
+
+
+_move_one = numba.njit(_move_part, cache=True, error_model="numpy")
+_move_all = numba.njit(_move_parts, cache=True, error_model="numpy", parallel=True)

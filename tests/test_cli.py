@@ -1,0 +1,112 @@
+"""The command line runs, writes what it says, and answers with the right exit code. Nothing here asserts a time."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rowstep.cli import main
+from rowstep.cli._bench import contenders
+
+
+def test_demo_shows_neighbours_and_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--out", str(tmp_path), "--steps", "12", "--batch", "256", "--dim", "8"]) == 0
+    shown = capsys.readouterr().out
+    for part in ("exception", "optimizer step", "whole training step", "largest difference"):
+        assert part in shown
+    assert _is_png(tmp_path / "demo_loss.png")
+
+
+def test_demo_stops_when_its_time_is_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--out", str(tmp_path), "--steps", "50", "--seconds", "0", "--batch", "64", "--dim", "4"]) == 0
+    assert "Stopped after 1 of 50 steps" in capsys.readouterr().out
+
+
+def test_quick_bench_writes_all_measurements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The cold first step would compile for seconds; the kernels run in the test of the bars.
+    monkeypatch.setenv("ROWSTEP_BACKEND", "reference")
+    threads = torch.get_num_threads()
+    assert main(["bench", "--quick", "--repeats", "2", "--threads", "1", "2", "--out", str(tmp_path)]) == 0
+    assert torch.get_num_threads() == threads
+    assert "One step" in capsys.readouterr().out
+    assert _is_png(tmp_path / "bench.png")
+
+    document = json.loads((tmp_path / "bench.json").read_text())
+    assert document["command"].startswith("rowstep bench --quick")
+    assert document["machine"].keys() >= {"cpu", "cores", "torch", "numba", "numpy", "rowstep"}
+    assert {measured["kind"] for measured in document["measurements"]} == {"step", "scaling", "loop", "dense"}
+    for measured in document["measurements"]:
+        for timing in measured["seconds"].values():
+            assert 0 < timing["min"] <= timing["median"]
+    steps = [measured for measured in document["measurements"] if measured["kind"] == "step"]
+    assert {measured["threads"] for measured in steps} == {1, 2}
+    assert set(steps[0]["seconds"]) == {contenders.ROWSTEP, contenders.TORCH, contenders.ADAM, contenders.ROOFLINE}
+    assert document["state_bytes_per_weight"] == pytest.approx(8, abs=0.01)
+    assert document["first_step_seconds"].keys() == {"cold", "cached", "others"}
+    if sys.platform.startswith("linux"):
+        (peak,) = document["peak_memory_bytes_per_id"]
+        assert peak.keys() == {"rows", "rowstep", "torch"}
+    assert document["bars"] == []
+
+
+def test_bars_are_listed_for_the_cases_they_are_set_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["bench", "--only", "uniform-100k", "--repeats", "2", "--threads", "1", "--out", str(tmp_path)]
+    assert main(line) == 0
+    (bar,) = json.loads((tmp_path / "bench.json").read_text())["bars"]
+    assert bar.keys() == {"measure", "limit", "reached", "unit", "at_least", "disturbed", "met"}
+    assert "at least 6x" in capsys.readouterr().out
+
+
+def test_bench_refuses_to_time_results_that_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def off_by_a_little(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SparseAdam(parameters, lr=1.001e-3)
+
+    monkeypatch.setattr(contenders, "SparseAdam", off_by_a_little)
+    assert main(["bench", "--quick", "--only", "uniform-20k", "--out", str(tmp_path)]) == 1
+    assert "weights differ from torch's" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "line", [[], ["bench", "--no-such-option"], ["bench", "no-such-suite"], ["demo", "--steps", "0"]]
+)
+def test_unknown_arguments_exit_with_2(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(line)
+    assert exit_.value.code == 2
+    assert "usage: rowstep" in capsys.readouterr().err
+
+
+def test_unknown_part_of_a_suite_exits_with_2_and_names_the_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--only", "everything"]) == 2
+    assert "zipf-1m" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", ["rich", "matplotlib"])
+def test_missing_extra_is_named_with_the_way_to_install_it(
+    package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = builtins.__import__
+
+    def without_package(name: str, *arguments: Any, **keywords: Any) -> Any:
+        if name.split(".")[0] == package:
+            raise ImportError(name)
+        return real(name, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", without_package)
+    assert main(["demo"]) == 1
+    assert "pip install 'rowstep[cli]'" in capsys.readouterr().err
+
+
+def _is_png(path: Path) -> bool:
+    return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5_000
