@@ -19,7 +19,7 @@ import numpy as np
 from numba import njit, prange
 from numba.extending import overload
 
-from .bits import CACHE_LINE, INLINE, JIT, borrowed, narrow, prefetch, row_at, widen
+from .bits import CACHE_LINE, INLINE, JIT, borrowed, narrow, optional_row_at, prefetch, row_at, widen
 from .group import next_row_start
 
 # How many cache lines to have under way, of the gradient and of the tables. At 64 columns that is 4 rows ahead, at 32
@@ -73,11 +73,8 @@ def update_range(
         p = row_at(p_at + row * p_bytes, columns, p_like)
         m = row_at(m_at + row * m_bytes, columns, m_like)
         v = row_at(v_at + row * m_bytes, columns, m_like)
-        if u_at is None:
-            update_row(p, m, v, None, g, beta1, beta2, row_eps, row_step_size, maximize, shrink, decay)
-        else:
-            u = row_at(u_at + row * m_bytes, columns, m_like)
-            update_row(p, m, v, u, g, beta1, beta2, row_eps, row_step_size, maximize, shrink, decay)
+        u = optional_row_at(u_at, row * m_bytes, columns, m_like)
+        update_row(p, m, v, u, g, beta1, beta2, row_eps, row_step_size, maximize, shrink, decay)
     return skipped
 
 

@@ -44,6 +44,18 @@ def row_at(address, columns, like):
     return carray(_pointer(address, like), (columns,))
 
 
+def optional_row_at(address, offset, columns, like):
+    """``row_at(address + offset)``, or None without an address."""
+    raise RuntimeError("runs in compiled code only")
+
+
+@overload(optional_row_at, jit_options=INLINE)
+def _optional_row_at(address, offset, columns, like):
+    if isinstance(address, types.NoneType):
+        return lambda address, offset, columns, like: None
+    return lambda address, offset, columns, like: row_at(address + offset, columns, like)
+
+
 @njit(**INLINE)
 def borrowed(array):
     """The same array without its reference count. The caller keeps it alive."""
