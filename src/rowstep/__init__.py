@@ -1,7 +1,35 @@
 """Adam for embedding tables: a step costs the rows it touches, not the rows there are."""
 
-from ._deferred import DeferredAdam, DeferredAdamW, StaleRowsError
-from ._sparse_adam import SparseAdam
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ._deferred import DeferredAdam as DeferredAdam
+    from ._deferred import DeferredAdamW as DeferredAdamW
+    from ._deferred import StaleRowsError as StaleRowsError
+    from ._sparse_adam import SparseAdam as SparseAdam
+
+__version__ = "0.1.0"
+
+# Where each public name lives. Imported when it is first asked for, so that what needs no torch does not import it.
+_HOME = {
+    "DeferredAdam": "._deferred",
+    "DeferredAdamW": "._deferred",
+    "SparseAdam": "._sparse_adam",
+    "StaleRowsError": "._deferred",
+}
 
 __all__ = ["DeferredAdam", "DeferredAdamW", "SparseAdam", "StaleRowsError"]
-__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

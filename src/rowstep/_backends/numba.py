@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..._gradient import RowGradient
-from ..._rule import Rule, compute_dtype
-from ..._schedule import Schedule
-from ..._state import State
-from .. import reference
-from . import adam as kernels
-from . import catch_up as strides
-from . import group as grouping
+from .._gradient import RowGradient
+from .._kernels import adam as kernels
+from .._kernels import catch_up as strides
+from .._kernels import group as grouping
+from .._rule import Rule, compute_dtype
+from .._schedule import Schedule
+from .._state import State
+from . import reference
 
-# An empty array of a type tells the kernels how to read an address. For 16-bit floats see bits.py.
+# An empty array of a type tells the kernels how to read an address. For 16-bit floats see _kernels/bits.py.
 _LIKE: dict[torch.dtype, Any] = {
     torch.float16: np.empty(0, np.int16),
     torch.bfloat16: np.empty(0, np.uint16),

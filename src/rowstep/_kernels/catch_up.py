@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numba import njit, prange
 
-from ..._schedule import COLUMNS, EBAR, M0, M2, M3, M4, M5, SAFE
+from .._schedule import COLUMNS, EBAR, M0, M2, M3, M4, M5, SAFE
 from .bits import INLINE, JIT, borrowed, narrow, optional_row_at, prefetch, row_at, widen
 
 # A momentum this small moves nothing any more, and as a denormal number it makes every later step three times slower.
