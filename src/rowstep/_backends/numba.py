@@ -43,12 +43,19 @@ class _Workspace(threading.local):
 
     def __init__(self) -> None:
         self.keys = self.spare = np.empty(0, np.uint64)
+        self._bounds = np.zeros((2, 2), np.int64)
         self._totals: dict[tuple[int, int, torch.dtype], Any] = {}
 
     def reserve(self, count: int) -> None:
         """Make room to sort this many keys."""
         if self.keys.size < count:
             self.keys, self.spare = np.empty(count, np.uint64), np.empty(count, np.uint64)
+
+    def bounds(self, parts: int) -> Any:
+        """Where each part of the work begins: a row number, and a place among the keys."""
+        if self._bounds.shape[1] != parts + 1:
+            self._bounds = np.zeros((2, parts + 1), np.int64)
+        return self._bounds
 
     def totals(self, parts: int, columns: int, dtype: torch.dtype) -> Any:
         """For each part of the work a row to sum in."""
@@ -74,12 +81,10 @@ def has_nonfinite(gradient: RowGradient) -> bool:
     """Whether the summed gradient of some row is not finite."""
     if not gradient.values.is_cpu or gradient.is_empty:
         return reference.has_nonfinite(gradient)
-    keys, count, shift = _group(gradient)
     values = _addressable(gradient.values)
     total = _workspace.totals(1, gradient.columns, compute_dtype(values.dtype))[0]
-    return bool(
-        kernels.any_nonfinite(total, keys, count, shift, values.data_ptr(), _row_stride(values), _LIKE[values.dtype])
-    )
+    arguments = (*_keys_for(gradient, parts=1), values.data_ptr(), _row_stride(values), _LIKE[values.dtype])
+    return bool(kernels.any_nonfinite(total, gradient.row_count, *arguments))
 
 
 def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule) -> int:
@@ -90,11 +95,12 @@ def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule) -> in
     if not _are_addressable(param, m, v, u) or not (counts is None or counts.is_contiguous()):
         return reference.update(param, state, gradient, rule)
 
-    keys, count, shift = _group(gradient)
     values = _addressable(gradient.values)
+    threads = _threads_for(values.numel() * values.element_size())
     arguments = (
-        keys,
-        shift,
+        _workspace.totals(threads, gradient.columns, compute_dtype(param.dtype, m.dtype, values.dtype)),
+        _workspace.bounds(threads),
+        *_keys_for(gradient, parts=threads),
         param.data_ptr(),
         m.data_ptr(),
         v.data_ptr(),
@@ -116,27 +122,15 @@ def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule) -> in
         rule.corrected_eps or None,
         rule.skip_nonfinite or None,
     )
-    threads = _threads_for(values.numel() * values.element_size())
-    totals = _workspace.totals(threads, gradient.columns, compute_dtype(param.dtype, m.dtype, values.dtype))
     if threads == 1:
-        skipped = kernels.update_range(0, count, totals, 0, *arguments)
+        arguments[1][0, 1] = gradient.row_count
+        skipped = kernels.update_part(0, *arguments)
     else:
         with _parallel_region:
-            skipped = kernels.update_parallel(count, totals, *arguments)
+            skipped = kernels.update_parallel(*arguments)
     # Autograd did not see the writes, and must know that what it saved for a backward pass is out of date.
     torch.autograd.graph.increment_version(param)
     return int(skipped)
-
-
-def _group(gradient: RowGradient) -> tuple[Any, int, int]:
-    """The gradient's occurrences, sorted, how many there are, and how many low bits of a key are its position."""
-    rows = gradient.rows.numpy()
-    count = rows.size
-    _workspace.reserve(count)
-    shift = (count - 1).bit_length()
-    keys = _workspace.keys
-    grouping.group(rows, shift, (gradient.row_count - 1).bit_length(), keys, _workspace.spare)
-    return keys, count, shift
 
 
 def catch_up(param: Tensor, state: State, since: Tensor, schedule: Schedule, rows: Tensor | range) -> None:
@@ -207,6 +201,14 @@ def _are_addressable(param: Tensor, m: Tensor, v: Tensor, u: Tensor | None) -> b
 
 def _threads_for(byte_count: int) -> int:
     return 1 if byte_count < _PARALLEL_FROM_BYTES else torch.get_num_threads()
+
+
+def _keys_for(gradient: RowGradient, parts: int) -> tuple[Any, int, int, Any, Any]:
+    """What the kernels group by: row numbers, how many bits of a key are its position and its row, room for keys."""
+    rows = gradient.rows.numpy()
+    _workspace.reserve(rows.size + parts)
+    position_bits, row_bits = (rows.size - 1).bit_length(), (gradient.row_count - 1).bit_length()
+    return rows, position_bits, row_bits, _workspace.keys, _workspace.spare
 
 
 def _addressable(values: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """The row update as one fused loop per row: the equations of ``rowstep._rule``, each operation rounded on its own.
 
 Rows are visited in ascending order. The duplicates of a row are summed in order of occurrence in a buffer that stays in
-the cache; then the row's p, m and v are read and written once. Threads take contiguous ranges of rows, balanced by
-occurrences, and a row is never shared, so the result has the same bits for any number of threads.
+the cache; then the row's p, m and v are read and written once. Each thread has a range of rows, balanced by
+occurrences, that it sorts and updates on its own. No row is shared, so the result has the same bits for any number of
+threads.
 
 An option that is off arrives as None. Numba types None apart and drops the branches that test for it, so every
 combination of options is a kernel of its own, compiled when it is first used.
@@ -20,7 +21,7 @@ from numba import njit, prange
 from numba.extending import overload
 
 from .bits import CACHE_LINE, INLINE, JIT, borrowed, narrow, optional_row_at, prefetch, row_at, widen
-from .group import next_row_start
+from .group import group, next_row_start, split
 
 # How many cache lines to have under way, of the gradient and of the tables. At 64 columns that is 4 rows ahead, at 32
 # columns 8: the best of 2, 4, 8 and 16 in each case (10M x 32: 2.2 ms at 2 rows ahead, 1.1 ms at 8).
@@ -29,35 +30,36 @@ _TABLE_LINES_AHEAD = 48
 
 
 @njit(**JIT, parallel=True)
-def update_parallel(count, totals, keys, shift, *arguments):
-    """``update_range`` over ``count`` occurrences, in as many pieces of them as ``totals`` has rows to sum in."""
+def update_parallel(totals, bounds, rows, shift, row_bits, *arguments):
+    """``update_part`` for every part that there is a row of ``totals`` for."""
     parts = totals.shape[0]
+    split(rows, row_bits, parts, bounds[0], bounds[1])
     skipped = 0
     for part in prange(parts):
-        first = next_row_start(keys, count, count * part // parts, np.uint64(shift))
-        last = next_row_start(keys, count, count * (part + 1) // parts, np.uint64(shift))
-        skipped += update_range(first, last, totals, part, keys, shift, *arguments)
+        skipped += update_part(np.int64(part), totals, bounds, rows, shift, row_bits, *arguments)
     return skipped
 
 
 @njit(**JIT)
-def update_range(
-    first, last, totals, part, keys, shift, p_at, m_at, v_at, u_at, count_at, g_at, g_stride,
+def update_part(
+    part, totals, bounds, rows, shift, row_bits, keys, spare, p_at, m_at, v_at, u_at, count_at, g_at, g_stride,
     p_like, m_like, g_like, columns,
     beta1, beta2, eps, step_size, maximize, shrink, decay, corrected_eps, skip_nonfinite,
 ):  # fmt: skip
-    """Update the rows whose occurrences are ``keys[first:last]``; return how many of them were skipped.
+    """Update the rows of one part, of those in ``rows``; return how many of them were skipped.
 
-    Duplicates are summed in row ``part`` of ``totals``.
+    ``bounds`` is what ``split`` makes. Duplicates are summed in the part's row of ``totals``.
     """
-    keys, total, shift = borrowed(keys), borrowed(totals[part]), np.uint64(shift)
+    total, shift = borrowed(totals[part]), np.uint64(shift)
+    keys, spare = borrowed(keys[bounds[1, part] :]), borrowed(spare[bounds[1, part] :])
+    last = group(rows, bounds[0, part], bounds[0, part + 1], shift, row_bits, keys, spare)
     p_bytes, m_bytes, g_bytes = columns * p_like.itemsize, columns * m_like.itemsize, columns * g_like.itemsize
     ahead = (
         last, g_at, g_bytes, _G_LINES_AHEAD // (g_bytes // CACHE_LINE + 1) + 1,
         p_at, m_at, v_at, p_bytes, m_bytes, _TABLE_LINES_AHEAD // ((p_bytes + 2 * m_bytes) // CACHE_LINE + 1) + 1,
     )  # fmt: skip
     skipped = 0
-    here = first
+    here = 0
     while here < last:
         row = np.int64(keys[here] >> shift)
         end = next_row_start(keys, last, here + 1, shift)
@@ -186,9 +188,10 @@ def all_finite(g):
 
 
 @njit(**JIT)
-def any_nonfinite(total, keys, count, shift, g_at, g_stride, g_like):
+def any_nonfinite(total, row_count, rows, shift, row_bits, keys, spare, g_at, g_stride, g_like):
     """Whether the summed gradient of some row is not finite."""
-    keys, total, shift = borrowed(keys), borrowed(total), np.uint64(shift)
+    total, shift, keys, spare = borrowed(total), np.uint64(shift), borrowed(keys), borrowed(spare)
+    count = group(rows, 0, row_count, shift, row_bits, keys, spare)
     here = 0
     while here < count:
         end = next_row_start(keys, count, here + 1, shift)

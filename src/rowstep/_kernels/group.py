@@ -10,10 +10,13 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from .bits import INLINE, JIT, borrowed
+from .bits import INLINE, JIT
 
 # Two passes of 12 bits cover 16 million rows, and 4096 counters still sit in the L1 cache.
 _DIGIT_BITS = 12
+
+# Fine enough to balance a few dozen threads; a row is never cut.
+_SPLIT_BITS = 10
 
 
 @njit(**JIT)
@@ -32,29 +35,57 @@ def first_outside(rows, row_count):
 
 
 @njit(**JIT)
-def group(rows, shift, row_bits, keys, spare):
-    """Fill ``keys`` with the occurrences in ascending order of row, then of position.
+def split(rows, row_bits, parts, row_bounds, key_bounds):
+    """Share the table among ``parts``, by rows, so that each has about the same number of occurrences.
 
-    Both arrays may be longer than needed; what ``spare`` holds is lost.
+    Part i has the rows from ``row_bounds[i]`` up to ``row_bounds[i + 1]``, and room for their keys from
+    ``key_bounds[i]``.
+    """
+    shift = np.uint64(max(0, row_bits - _SPLIT_BITS))
+    counts = np.zeros(1 << min(row_bits, _SPLIT_BITS), np.int64)
+    for row in rows:
+        counts[np.uint64(row) >> shift] += 1
+    part = seen = 0
+    row_bounds[0] = key_bounds[0] = 0
+    for digit in range(counts.size):
+        while part + 1 < parts and seen * parts >= rows.size * (part + 1):
+            part += 1
+            row_bounds[part] = np.int64(np.uint64(digit) << shift)
+            key_bounds[part] = seen + part  # `group` may write one key behind its own
+        seen += counts[digit]
+    for rest in range(part + 1, parts + 1):
+        row_bounds[rest] = np.int64(np.uint64(counts.size) << shift)
+        key_bounds[rest] = seen + rest
+
+
+@njit(**INLINE)
+def group(rows, low, high, shift, row_bits, keys, spare):
+    """Fill ``keys`` with the occurrences of the rows low..high-1, ascending by row, then by position; return how many.
+
+    Both arrays need room for one key more; what ``spare`` holds is lost.
     """
     passes = max(1, (row_bits + _DIGIT_BITS - 1) // _DIGIT_BITS)
     width = (row_bits + passes - 1) // passes
     # Each pass moves everything to the other array: start in the one that makes `keys` the last.
-    source, target = (borrowed(spare), borrowed(keys)) if passes % 2 else (borrowed(keys), borrowed(spare))
-    ascending, previous = True, np.int64(0)
+    source, target = (spare, keys) if passes % 2 else (keys, spare)
+    ascending, previous, count = True, np.int64(0), 0
     for position in range(rows.size):
         row = rows[position]
-        ascending &= row >= previous
-        previous = row
-        source[position] = (np.uint64(row) << np.uint64(shift)) | np.uint64(position)
+        source[count] = (np.uint64(row) << np.uint64(shift)) | np.uint64(position)
+        # A branch here would be mispredicted every other time.
+        mine = (row >= low) & (row < high)
+        count += mine
+        ascending &= (row >= previous) | (not mine)
+        previous = row if mine else previous
     if ascending:
         if passes % 2:
-            keys[: rows.size] = spare[: rows.size]
-        return
+            keys[:count] = spare[:count]
+        return count
     counts = np.empty(1 << width, np.int64)
     for digit in range(passes):
-        _sort_by_digit(source, target, rows.size, np.uint64(shift + digit * width), counts)
+        _sort_by_digit(source, target, count, np.uint64(shift + digit * width), counts)
         source, target = target, source
+    return count
 
 
 @njit(**INLINE)
