@@ -43,7 +43,7 @@ class _Workspace(threading.local):
 
     def __init__(self) -> None:
         self.keys = self.spare = np.empty(0, np.uint64)
-        self._bounds = np.zeros((2, 2), np.int64)
+        self._bounds = np.zeros((3, 2), np.int64)
         self._totals: dict[tuple[int, int, torch.dtype], Any] = {}
 
     def reserve(self, count: int) -> None:
@@ -52,9 +52,9 @@ class _Workspace(threading.local):
             self.keys, self.spare = np.empty(count, np.uint64), np.empty(count, np.uint64)
 
     def bounds(self, parts: int) -> Any:
-        """Where each part of the work begins: a row number, and a place among the keys."""
+        """Where each part of the work begins, a row number and a place among the keys, and what it has skipped."""
         if self._bounds.shape[1] != parts + 1:
-            self._bounds = np.zeros((2, parts + 1), np.int64)
+            self._bounds = np.zeros((3, parts + 1), np.int64)
         return self._bounds
 
     def totals(self, parts: int, columns: int, dtype: torch.dtype) -> Any:
@@ -97,9 +97,10 @@ def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule) -> in
 
     values = _addressable(gradient.values)
     threads = _threads_for(values.numel() * values.element_size())
+    bounds = _workspace.bounds(threads)
     arguments = (
         _workspace.totals(threads, gradient.columns, compute_dtype(param.dtype, m.dtype, values.dtype)),
-        _workspace.bounds(threads),
+        bounds,
         *_keys_for(gradient, parts=threads),
         param.data_ptr(),
         m.data_ptr(),
@@ -123,14 +124,14 @@ def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule) -> in
         rule.skip_nonfinite or None,
     )
     if threads == 1:
-        arguments[1][0, 1] = gradient.row_count
-        skipped = kernels.update_part(0, *arguments)
+        bounds[0, 1] = gradient.row_count
+        kernels.update_part(0, *arguments)
     else:
         with _parallel_region:
-            skipped = kernels.update_parallel(*arguments)
+            kernels.update_parallel(*arguments)
     # Autograd did not see the writes, and must know that what it saved for a backward pass is out of date.
     torch.autograd.graph.increment_version(param)
-    return int(skipped)
+    return int(bounds[2, :threads].sum()) if rule.skip_nonfinite else 0
 
 
 def catch_up(param: Tensor, state: State, since: Tensor, schedule: Schedule, rows: Tensor | range) -> None:

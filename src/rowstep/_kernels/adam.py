@@ -18,9 +18,8 @@ import math
 
 import numpy as np
 from numba import njit, prange
-from numba.extending import overload
 
-from .bits import CACHE_LINE, INLINE, JIT, borrowed, narrow, optional_row_at, prefetch, row_at, widen
+from .bits import CACHE_LINE, INLINE, JIT, address_of, has_type_of, narrow, optional_row_at, prefetch, row_at, widen
 from .group import group, next_row_start, split
 
 # How many cache lines to have under way, of the gradient and of the tables. At 64 columns that is 4 rows ahead, at 32
@@ -33,11 +32,9 @@ _TABLE_LINES_AHEAD = 48
 def update_parallel(totals, bounds, rows, shift, row_bits, *arguments):
     """``update_part`` for every part that there is a row of ``totals`` for."""
     parts = totals.shape[0]
-    split(rows, row_bits, parts, bounds[0], bounds[1])
-    skipped = 0
+    split(rows, row_bits, parts, bounds)
     for part in prange(parts):
-        skipped += update_part(np.int64(part), totals, bounds, rows, shift, row_bits, *arguments)
-    return skipped
+        update_part(np.int64(part), totals, bounds, rows, shift, row_bits, *arguments)
 
 
 @njit(**JIT)
@@ -46,12 +43,15 @@ def update_part(
     p_like, m_like, g_like, columns,
     beta1, beta2, eps, step_size, maximize, shrink, decay, corrected_eps, skip_nonfinite,
 ):  # fmt: skip
-    """Update the rows of one part, of those in ``rows``; return how many of them were skipped.
+    """Update the rows of one part, of those in ``rows``.
 
-    ``bounds`` is what ``split`` makes. Duplicates are summed in the part's row of ``totals``.
+    ``bounds`` is what ``split`` makes; its third row tells how many rows were skipped. Duplicates are summed in the
+    part's row of ``totals``.
     """
-    total, shift = borrowed(totals[part]), np.uint64(shift)
-    keys, spare = borrowed(keys[bounds[1, part] :]), borrowed(spare[bounds[1, part] :])
+    total = row_at(address_of(totals) + part * columns * totals.itemsize, columns, totals)
+    offset, shift = bounds[1, part], np.uint64(shift)
+    keys = row_at(address_of(keys) + offset * keys.itemsize, keys.size - offset, keys)
+    spare = row_at(address_of(spare) + offset * spare.itemsize, spare.size - offset, spare)
     last = group(rows, bounds[0, part], bounds[0, part + 1], shift, row_bits, keys, spare)
     p_bytes, m_bytes, g_bytes = columns * p_like.itemsize, columns * m_like.itemsize, columns * g_like.itemsize
     ahead = (
@@ -77,7 +77,7 @@ def update_part(
         v = row_at(v_at + row * m_bytes, columns, m_like)
         u = optional_row_at(u_at, row * m_bytes, columns, m_like)
         update_row(p, m, v, u, g, beta1, beta2, row_eps, row_step_size, maximize, shrink, decay)
-    return skipped
+    bounds[2, part] = skipped
 
 
 @njit(**INLINE)
@@ -144,12 +144,15 @@ def look_ahead(keys, here, shift, g_stride, ahead):
 
 
 @njit(**INLINE)
-def sum_occurrences(keys, first, last, shift, g_at, g_stride, g_like, total, ahead):
-    """The sum of a row's occurrences, in their order, in ``total``."""
+def summed_gradient(keys, first, last, shift, g_at, g_stride, g_like, total, ahead):
+    """The gradient of one row: its only occurrence where it lies, or the sum of all of them, in order, in ``total``."""
     for here in range(first, last):
         if ahead is not None:
             look_ahead(keys, here, shift, g_stride, ahead)
-        g = row_at(g_at + position_of(keys[here], shift) * g_stride, total.size, g_like)
+        g_at_here = g_at + position_of(keys[here], shift) * g_stride
+        if last == first + 1 and has_type_of(g_like, total):
+            return row_at(g_at_here, total.size, total)
+        g = row_at(g_at_here, total.size, g_like)
         if here == first:
             for c in range(total.size):
                 total[c] = widen(g[c], total)
@@ -157,26 +160,6 @@ def sum_occurrences(keys, first, last, shift, g_at, g_stride, g_like, total, ahe
             for c in range(total.size):
                 total[c] += widen(g[c], total)
     return total
-
-
-def summed_gradient(keys, first, last, shift, g_at, g_stride, g_like, total, ahead):
-    """The gradient of one row: its only occurrence where it lies, or the sum of all of them in ``total``."""
-    raise RuntimeError("runs in compiled code only")
-
-
-@overload(summed_gradient, jit_options=INLINE)
-def _summed_gradient(keys, first, last, shift, g_at, g_stride, g_like, total, ahead):
-    def sum_if_many(keys, first, last, shift, g_at, g_stride, g_like, total, ahead):
-        if last == first + 1:
-            if ahead is not None:
-                look_ahead(keys, first, shift, g_stride, ahead)
-            return row_at(g_at + position_of(keys[first], shift) * g_stride, total.size, g_like)
-        return sum_occurrences(keys, first, last, shift, g_at, g_stride, g_like, total, ahead)
-
-    def always_sum(keys, first, last, shift, g_at, g_stride, g_like, total, ahead):
-        return sum_occurrences(keys, first, last, shift, g_at, g_stride, g_like, total, ahead)
-
-    return sum_if_many if g_like.dtype == total.dtype else always_sum
 
 
 @njit(**INLINE)
@@ -190,7 +173,8 @@ def all_finite(g):
 @njit(**JIT)
 def any_nonfinite(total, row_count, rows, shift, row_bits, keys, spare, g_at, g_stride, g_like):
     """Whether the summed gradient of some row is not finite."""
-    total, shift, keys, spare = borrowed(total), np.uint64(shift), borrowed(keys), borrowed(spare)
+    shift = np.uint64(shift)
+    total = row_at(address_of(total), total.size, total)
     count = group(rows, 0, row_count, shift, row_bits, keys, spare)
     here = 0
     while here < count:

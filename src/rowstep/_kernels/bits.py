@@ -3,78 +3,104 @@
 Numba has no float16 or bfloat16 on the CPU. Their bits travel as integers, and the integer type says which they are:
 ``int16`` holds float16, ``uint16`` holds bfloat16 (the upper half of a float32). ``widen`` and ``narrow`` convert
 between what is stored and what is computed with; both vectorise.
+
+These are intrinsics, which emit their few instructions where they are used. As functions, each would be compiled apart
+for every type it meets, and compiling is what a first step spends its time on.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
+from numba.np import arrayobj
 
 # error_model="numpy": with Python's, the test for a zero divisor keeps LLVM from vectorising (186 ns a row, not 39).
-JIT: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy"}
+_SEMANTICS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
-# For what runs once per row: a call passes an array as seven words on the stack, which at 16 columns costs as much as
-# the row's arithmetic (51 ns a row with calls, 28 without).
-INLINE: dict[str, Any] = JIT | {"forceinline": True}
+# For what Python calls.
+JIT: dict[str, Any] = _SEMANTICS | {"cache": True}
+
+# For what only kernels call, and for what runs once per row: a call passes an array as seven words on the stack, which
+# at 16 columns costs as much as the row's arithmetic (51 ns a row with calls, 28 without).
+INNER: dict[str, Any] = _SEMANTICS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+INLINE: dict[str, Any] = INNER | {"forceinline": True}
 
 CACHE_LINE = 64
 
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+
 
 @intrinsic
-def _pointer(typing_context, address, like):
-    signature = types.CPointer(like.dtype)(types.int64, like)
+def address_of(typing_context, array):
+    """Where an array's numbers begin."""
 
     def codegen(context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+        struct = context.make_array(array)(context, builder, arguments[0])
+        return builder.ptrtoint(struct.data, _I64)
 
-    return signature, codegen
+    return types.int64(array), codegen
 
 
-@njit(**INLINE)
-def row_at(address, columns, like):
+@intrinsic
+def row_at(typing_context, address, columns, like):
     """The memory at ``address`` as an array with the element type of the array ``like``.
 
-    Unlike an array of Numba's own, it is not reference counted; that alone costs tens of nanoseconds a row.
+    Unlike an array of Numba's own, it is not reference counted; that alone costs tens of nanoseconds a row. Whoever
+    made the address keeps the memory alive.
     """
-    return carray(_pointer(address, like), (columns,))
+    row_type = types.Array(like.dtype, 1, "C")
+
+    def codegen(context, builder, signature, arguments):
+        row = context.make_array(row_type)(context, builder)
+        size = context.get_constant(types.intp, context.get_abi_sizeof(context.get_data_type(row_type.dtype)))
+        pointer = builder.inttoptr(arguments[0], row.data.type)
+        arrayobj.populate_array(row, pointer, [arguments[1]], [size], size, None)
+        return row._getvalue()
+
+    return row_type(types.int64, types.int64, like), codegen
 
 
-def optional_row_at(address, offset, columns, like):
-    """``row_at(address + offset)``, or None without an address."""
-    raise RuntimeError("runs in compiled code only")
-
-
-@overload(optional_row_at, jit_options=INLINE)
-def _optional_row_at(address, offset, columns, like):
+@intrinsic
+def optional_row_at(typing_context, address, offset, columns, like):
+    """``row_at(address + offset, columns, like)``, or None without an address."""
     if isinstance(address, types.NoneType):
-        return lambda address, offset, columns, like: None
-    return lambda address, offset, columns, like: row_at(address + offset, columns, like)
+        return types.none(
+            address, offset, columns, like
+        ), lambda context, builder, signature, arguments: context.get_dummy_value()
+    signature, make_row = row_at._defn(typing_context, address, columns, like)
+
+    def codegen(context, builder, _, arguments):
+        return make_row(context, builder, signature, [builder.add(*arguments[:2]), *arguments[2:]])
+
+    return signature.return_type(types.int64, types.int64, types.int64, like), codegen
 
 
-@njit(**INLINE)
-def borrowed(array):
-    """The same array without its reference count. The caller keeps it alive."""
-    return row_at(np.int64(array.ctypes.data), array.size, array)
+@intrinsic
+def has_type_of(typing_context, array, other):
+    """Whether two arrays have the same element type: a constant, so that LLVM drops the branch that does not apply."""
+    same = array.dtype == other.dtype
+    return types.boolean(array, other), lambda context, builder, signature, arguments: context.get_constant(
+        types.boolean, same
+    )
 
 
 @intrinsic
 def _prefetch_line(typing_context, address):
     def codegen(context, builder, signature, arguments):
-        pointer, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
-        shape = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
+        pointer = _I8.as_pointer()
+        shape = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
         function = cgutils.get_or_insert_function(builder.module, shape, "llvm.prefetch.p0")
-        read, keep_close, data = flag(0), flag(3), flag(1)
+        read, keep_close, data = _I32(0), _I32(3), _I32(1)
         builder.call(function, [builder.inttoptr(arguments[0], pointer), read, keep_close, data])
 
     return types.void(types.int64), codegen
 
 
-@njit(**INLINE)
+@njit(**INNER)
 def prefetch(address, byte_count):
     """Ask for a row's cache lines; beyond eight the hardware's own prefetcher has caught on."""
     for offset in range(0, min(byte_count, 8 * CACHE_LINE), CACHE_LINE):
@@ -82,68 +108,36 @@ def prefetch(address, byte_count):
 
 
 @intrinsic
-def _half_to_float(typing_context, bits):
-    def codegen(context, builder, signature, arguments):
-        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.int16), codegen
-
-
-@intrinsic
-def _float_to_half(typing_context, number):
-    def codegen(context, builder, signature, arguments):
-        return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
-
-    return types.int16(types.float32), codegen
-
-
-@intrinsic
-def _bits_to_float(typing_context, bits):
-    def codegen(context, builder, signature, arguments):
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.uint32), codegen
-
-
-@intrinsic
-def _float_to_bits(typing_context, number):
-    def codegen(context, builder, signature, arguments):
-        return builder.bitcast(arguments[0], ir.IntType(32))
-
-    return types.uint32(types.float32), codegen
-
-
-def widen(stored, like):
+def widen(typing_context, stored, like):
     """A stored number as the element type of ``like``, a float32 or float64 array."""
-    raise RuntimeError("runs in compiled code only")
+
+    def codegen(context, builder, signature, arguments):
+        number, kind = arguments[0], stored
+        if stored == types.int16:
+            number, kind = builder.fpext(builder.bitcast(number, ir.HalfType()), ir.FloatType()), types.float32
+        elif stored == types.uint16:
+            bits = builder.shl(builder.zext(number, _I32), _I32(16))
+            number, kind = builder.bitcast(bits, ir.FloatType()), types.float32
+        return context.cast(builder, number, kind, like.dtype)
+
+    return like.dtype(stored, like), codegen
 
 
-@overload(widen, jit_options=INLINE)
-def _widen(stored, like):
-    if stored == types.int16:
-        return lambda stored, like: like.dtype.type(_half_to_float(stored))
-    if stored == types.uint16:
-        return lambda stored, like: like.dtype.type(_bits_to_float(np.uint32(stored) << np.uint32(16)))
-    return lambda stored, like: like.dtype.type(stored)
-
-
-def narrow(number, like):
+@intrinsic
+def narrow(typing_context, number, like):
     """A computed number as it is stored in ``like``, rounded to the nearest, ties to even."""
-    raise RuntimeError("runs in compiled code only")
 
+    def codegen(context, builder, signature, arguments):
+        if like.dtype not in (types.int16, types.uint16):
+            return context.cast(builder, arguments[0], number, like.dtype)
+        single = context.cast(builder, arguments[0], number, types.float32)
+        if like.dtype == types.int16:
+            return builder.bitcast(builder.fptrunc(single, ir.HalfType()), _I16)
+        bits = builder.bitcast(single, _I32)
+        is_odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
+        rounded = builder.lshr(builder.add(builder.add(bits, _I32(0x7FFF)), is_odd), _I32(16))
+        # Rounding could carry a NaN's payload into infinity.
+        is_nan = builder.fcmp_unordered("uno", single, single)
+        return builder.trunc(builder.select(is_nan, _I32(0x7FC0), rounded), _I16)
 
-@overload(narrow, jit_options=INLINE)
-def _narrow(number, like):
-    if like.dtype == types.int16:
-        return lambda number, like: _float_to_half(np.float32(number))
-    if like.dtype == types.uint16:
-        return _narrow_to_bfloat16
-    return lambda number, like: like.dtype.type(number)
-
-
-def _narrow_to_bfloat16(number, like):
-    bits = _float_to_bits(np.float32(number))
-    half_way = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    rounded = np.uint16((bits + half_way) >> np.uint32(16))
-    # Rounding could carry a NaN's payload into infinity.
-    return np.uint16(0x7FC0) if number != number else rounded
+    return like.dtype(number, like), codegen

@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit, prange
 
 from .._schedule import COLUMNS, EBAR, M0, M2, M3, M4, M5, SAFE
-from .bits import INLINE, JIT, borrowed, narrow, optional_row_at, prefetch, row_at, widen
+from .bits import INLINE, JIT, address_of, narrow, optional_row_at, prefetch, row_at, widen
 
 # A momentum this small moves nothing any more, and as a denormal number it makes every later step three times slower.
 _TINY_MOMENTUM = 1e-30
@@ -24,7 +24,7 @@ _SINCE_AHEAD = 32
 @njit(**JIT, parallel=True)
 def catch_up_ids_parallel(scratch, ids, *arguments):
     for part in prange(scratch.shape[0]):
-        catch_up_ids(part, scratch, ids, *arguments)
+        catch_up_ids(np.int64(part), scratch, ids, *arguments)
 
 
 @njit(**JIT, parallel=True)
@@ -33,7 +33,7 @@ def catch_up_range_parallel(scratch, first, last, *arguments):
     for part in prange(parts):
         start = first + (last - first) * part // parts
         stop = first + (last - first) * (part + 1) // parts
-        catch_up_range(part, scratch, start, stop, *arguments)
+        catch_up_range(np.int64(part), scratch, start, stop, *arguments)
 
 
 @njit(**JIT)
@@ -44,12 +44,9 @@ def catch_up_ids(
     """Bring the rows in ``ids`` up to date that belong to this part of the work."""
     parts = scratch.shape[0]
     p_bytes, m_bytes = columns * p_like.itemsize, columns * m_like.itemsize
-    since = borrowed(since)
-    since_at = np.int64(since.ctypes.data)
-    schedule = (
-        step, borrowed(window), borrowed(frozen), borrowed(rate), borrowed(root), borrowed(decayed),
-        borrowed(beta1_powers), borrowed(beta2_powers), ratio, growth, eps,
-    )  # fmt: skip
+    since_at = address_of(since)
+    sums, roots = scratch_rows(scratch, part)
+    schedule = (step, window, frozen, rate, root, decayed, beta1_powers, beta2_powers, ratio, growth, eps)
     for position in range(ids.size):
         if position + _SINCE_AHEAD < ids.size:
             prefetch(since_at + ids[position + _SINCE_AHEAD] * since.itemsize, 1)
@@ -61,7 +58,6 @@ def catch_up_ids(
                 prefetch(v_at + ahead * m_bytes, m_bytes)
         row = ids[position]
         if row % parts == part and since[row] != step:
-            sums, roots = borrowed(scratch[part, 0]), borrowed(scratch[part, 1])
             catch_up_row(row, sums, roots, since, p_at, m_at, v_at, u_at, p_like, m_like, columns, schedule)
 
 
@@ -71,31 +67,35 @@ def catch_up_range(
     step, window, frozen, rate, root, decayed, beta1_powers, beta2_powers, ratio, growth, eps,
 ):  # fmt: skip
     """Bring the rows first..last-1 up to date."""
-    since = borrowed(since)
-    schedule = (
-        step, borrowed(window), borrowed(frozen), borrowed(rate), borrowed(root), borrowed(decayed),
-        borrowed(beta1_powers), borrowed(beta2_powers), ratio, growth, eps,
-    )  # fmt: skip
-    sums, roots = borrowed(scratch[part, 0]), borrowed(scratch[part, 1])
+    schedule = (step, window, frozen, rate, root, decayed, beta1_powers, beta2_powers, ratio, growth, eps)
+    sums, roots = scratch_rows(scratch, part)
     for row in range(first, last):
         if since[row] != step:
             catch_up_row(row, sums, roots, since, p_at, m_at, v_at, u_at, p_like, m_like, columns, schedule)
 
 
 @njit(**INLINE)
+def scratch_rows(scratch, part):
+    """The two rows of scratch memory that belong to this part."""
+    columns = scratch.shape[2]
+    start, size = address_of(scratch) + 2 * part * columns * scratch.itemsize, columns * scratch.itemsize
+    return row_at(start, columns, scratch), row_at(start + size, columns, scratch)
+
+
+@njit(**INLINE)
 def catch_up_row(row, sums, roots, since, p_at, m_at, v_at, u_at, p_like, m_like, columns, schedule):
     """Take all the steps that this row has missed."""
     step, window, frozen, rate, root, decayed, beta1_powers, beta2_powers, ratio, growth, eps = schedule
-    capacity, length = rate.size, window.size // COLUMNS - 1
+    capacity, length = rate.size, window.shape[0] - 1
     start = np.int64(since[row])
     gap = step - start
     since[row] = step
     now = decayed[step % capacity]
     kept, aged = math.exp(now - decayed[start % capacity]), 1.0
     if gap <= length:
-        terms = window[gap * COLUMNS : (gap + 1) * COLUMNS]
+        terms = row_at(address_of(window) + gap * COLUMNS * 8, COLUMNS, window)
     else:
-        terms = frozen[(start % capacity) * COLUMNS : (start % capacity + 1) * COLUMNS]
+        terms = row_at(address_of(frozen) + start % capacity * COLUMNS * 8, COLUMNS, frozen)
         aged = math.exp(now - decayed[(start + length) % capacity])
     p = row_at(p_at + row * columns * p_like.itemsize, columns, p_like)
     m = row_at(m_at + row * columns * m_like.itemsize, columns, m_like)

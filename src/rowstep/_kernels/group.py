@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from .bits import INLINE, JIT
+from .bits import INNER, JIT
 
 # Two passes of 12 bits cover 16 million rows, and 4096 counters still sit in the L1 cache.
 _DIGIT_BITS = 12
@@ -34,31 +34,30 @@ def first_outside(rows, row_count):
     return -1
 
 
-@njit(**JIT)
-def split(rows, row_bits, parts, row_bounds, key_bounds):
+@njit(**INNER)
+def split(rows, row_bits, parts, bounds):
     """Share the table among ``parts``, by rows, so that each has about the same number of occurrences.
 
-    Part i has the rows from ``row_bounds[i]`` up to ``row_bounds[i + 1]``, and room for their keys from
-    ``key_bounds[i]``.
+    Part i has the rows from ``bounds[0, i]`` up to ``bounds[0, i + 1]``, and room for their keys from ``bounds[1, i]``.
     """
     shift = np.uint64(max(0, row_bits - _SPLIT_BITS))
     counts = np.zeros(1 << min(row_bits, _SPLIT_BITS), np.int64)
     for row in rows:
         counts[np.uint64(row) >> shift] += 1
     part = seen = 0
-    row_bounds[0] = key_bounds[0] = 0
+    bounds[0, 0] = bounds[1, 0] = 0
     for digit in range(counts.size):
         while part + 1 < parts and seen * parts >= rows.size * (part + 1):
             part += 1
-            row_bounds[part] = np.int64(np.uint64(digit) << shift)
-            key_bounds[part] = seen + part  # `group` may write one key behind its own
+            bounds[0, part] = np.int64(np.uint64(digit) << shift)
+            bounds[1, part] = seen + part  # `group` may write one key behind its own
         seen += counts[digit]
     for rest in range(part + 1, parts + 1):
-        row_bounds[rest] = np.int64(np.uint64(counts.size) << shift)
-        key_bounds[rest] = seen + rest
+        bounds[0, rest] = np.int64(np.uint64(counts.size) << shift)
+        bounds[1, rest] = seen + rest
 
 
-@njit(**INLINE)
+@njit(**INNER)
 def group(rows, low, high, shift, row_bits, keys, spare):
     """Fill ``keys`` with the occurrences of the rows low..high-1, ascending by row, then by position; return how many.
 
@@ -79,7 +78,8 @@ def group(rows, low, high, shift, row_bits, keys, spare):
         previous = row if mine else previous
     if ascending:
         if passes % 2:
-            keys[:count] = spare[:count]
+            for position in range(count):  # a slice assignment would compile 2 s of error messages about shapes
+                keys[position] = spare[position]
         return count
     counts = np.empty(1 << width, np.int64)
     for digit in range(passes):
@@ -88,7 +88,7 @@ def group(rows, low, high, shift, row_bits, keys, spare):
     return count
 
 
-@njit(**INLINE)
+@njit(**INNER)
 def _sort_by_digit(source, target, count, shift, counts):
     mask = np.uint64(counts.size - 1)
     counts[:] = 0
@@ -106,7 +106,7 @@ def _sort_by_digit(source, target, count, shift, counts):
         counts[digit] += 1
 
 
-@njit(**JIT)
+@njit(**INNER)
 def next_row_start(keys, count, position, shift):
     """The first position at or after this one where a new row begins: where work can be cut."""
     while 0 < position < count and keys[position] >> shift == keys[position - 1] >> shift:
