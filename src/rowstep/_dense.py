@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from ._gradient import by_first_dimension
-from ._state import State
+from ._state import MOMENTS, State
 
 # The lists that torch's functional Adam takes, per parameter.
 _Operands = tuple[Tensor, Tensor, State]
+
+_FUSED = ("cuda", "mps", "xpu")
 
 
 def update_all(items: Iterable[_Operands], group: Mapping[str, Any]) -> None:
@@ -29,12 +31,15 @@ def update_all(items: Iterable[_Operands], group: Mapping[str, Any]) -> None:
 
 
 def _can_fuse(param: Tensor, grad: Tensor, state: State) -> bool:
+    step, m, v, dtype = state["step"], state["exp_avg"], state["exp_avg_sq"], param.dtype
+    if not (param.is_cpu and step.is_cpu) and (param.device.type not in _FUSED or step.device != param.device):
+        return False
     # torch's fused kernel walks the memory of all operands in step without looking at their strides: with a
     # gradient of another layout than the parameter's it silently computes nonsense (torch 2.13, CPU).
-    if param.device.type not in ("cpu", "cuda", "mps", "xpu") or state["step"].device != param.device:
-        return False
-    operands = (param, grad, state["exp_avg"], state["exp_avg_sq"])
-    return all(tensor.is_contiguous() and tensor.dtype == param.dtype for tensor in operands)
+    return bool(
+        param.is_contiguous() and grad.is_contiguous() and m.is_contiguous() and v.is_contiguous()
+        and grad.dtype == dtype and m.dtype == dtype and v.dtype == dtype
+    )  # fmt: skip
 
 
 def _call_torch(items: list[_Operands], group: Mapping[str, Any], *, fused: bool) -> None:
@@ -73,7 +78,7 @@ class Untouched:
         self._rows = rows
         self._tables = [
             table if table.dim() else table.unsqueeze(0)
-            for table in (param, *(state[key] for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if key in state))
+            for table in (param, *(state[key] for key in MOMENTS if key in state))
         ]
         self._before = [table.index_select(0, rows) for table in self._tables]
 

@@ -167,9 +167,9 @@ def _check_fit(param: Tensor, grad: Tensor, state: State) -> None:
         raise TypeError(f"the gradient's layout is {grad.layout}; expected torch.sparse_coo or torch.strided")
     if grad.shape != param.shape:
         raise ValueError(f"the gradient has shape {tuple(grad.shape)}; expected the parameter's, {tuple(param.shape)}")
-    if not grad.is_floating_point():
+    if grad.dtype != param.dtype and not grad.is_floating_point():
         raise TypeError(f"the gradient has dtype {grad.dtype}; expected a floating-point type")
     if grad.device != param.device:
         raise ValueError(f"the gradient is on {grad.device}; expected the parameter's device, {param.device}")
-    if reason := misfit(state, param):
+    if state and (reason := misfit(state, param)):
         raise ValueError(reason)

@@ -21,6 +21,8 @@ from torch import Tensor
 
 State = dict[str, Any]
 
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
 # Smaller moments gain nothing: one huge page is 2 MiB, and the kernel gives none to less.
 _HUGE_FROM_BYTES = 8 << 20
 
@@ -63,11 +65,11 @@ def ensure_row_steps(state: State, lead: tuple[int, ...]) -> None:
 
 def misfit(state: State, param: Tensor) -> str | None:
     """Why this state cannot belong to this parameter, or None."""
-    for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
-        moment = state.get(key)
-        if moment is not None and (moment.shape != param.shape or moment.device != param.device):
+    shape, device = param.shape, param.device
+    for key in MOMENTS:
+        if key in state and (state[key].shape != shape or state[key].device != device):
             return (
-                f"its state {key!r} is {tuple(moment.shape)} on {moment.device}, "
-                f"the parameter is {tuple(param.shape)} on {param.device}"
+                f"its state {key!r} is {tuple(state[key].shape)} on {state[key].device}, "
+                f"the parameter is {tuple(shape)} on {device}"
             )
     return None
