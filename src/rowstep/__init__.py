@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ._clip import clip_grad_norm_ as clip_grad_norm_
+    from ._clip import clip_grad_value_ as clip_grad_value_
     from ._deferred import DeferredAdam as DeferredAdam
     from ._deferred import DeferredAdamW as DeferredAdamW
     from ._deferred import StaleRowsError as StaleRowsError
+    from ._rows import select_rows_ as select_rows_
     from ._sparse_adam import SparseAdam as SparseAdam
 
 __version__ = "0.1.0"
@@ -18,6 +21,9 @@ _HOME = {
     "DeferredAdamW": "._deferred",
     "SparseAdam": "._sparse_adam",
     "StaleRowsError": "._deferred",
+    "clip_grad_norm_": "._clip",
+    "clip_grad_value_": "._clip",
+    "select_rows_": "._rows",
 }
 
 __all__ = ["DeferredAdam", "DeferredAdamW", "SparseAdam", "StaleRowsError"]

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
-from . import _backends, _dense
+from . import _backends, _dense, _rows
 from ._backends import Backend
 from ._gradient import RowGradient, outside_message, row_gradient
 from ._options import check_group, check_layouts, check_learning_rate, parameter_name
+from ._rows import Init
 from ._state import State, ensure_moments, misfit
 
 Group = dict[str, Any]
@@ -126,6 +127,42 @@ class RowOptimizer(Optimizer):
         for param, _ in items:
             ensure_moments(self.state[param], param, amsgrad=group["amsgrad"])
         _dense.update_all([(param, grad, self.state[param]) for param, grad in items], group)
+
+    @torch.no_grad()
+    def grow(self, param: Tensor, rows: int, init: Init = torch.nn.init.normal_) -> None:
+        """Append ``rows`` rows to ``param``. Their weights are ``init``, or what that function makes of them."""
+        self._operate(param, lambda state: _rows.grow(param, state, rows, init))
+
+    @torch.no_grad()
+    def keep_rows(self, param: Tensor, mask_or_ids: Tensor) -> None:
+        """Keep the rows of ``param`` that a mask or a list of ids names, in that order, and drop the others."""
+        rows = _rows.named_rows(param, mask_or_ids)
+        self._operate(param, lambda state: _rows.keep(param, state, rows))
+
+    @torch.no_grad()
+    def permute_rows(self, param: Tensor, order: Tensor) -> None:
+        """Reorder ``param``: row i becomes what row ``order[i]`` was."""
+        rows = _rows.named_rows(param, order)
+        if order.dtype == torch.bool or len(rows) != _rows.row_count(param):
+            raise ValueError(f"order has {len(rows)} entries; expected each of the {len(param)} rows once")
+        self._operate(param, lambda state: _rows.keep(param, state, rows))
+
+    @torch.no_grad()
+    def reset_rows(self, param: Tensor, ids: Tensor) -> None:
+        """Make these rows of ``param`` new to the optimizer: moments and counts are 0. Their weights stay."""
+        rows = _rows.named_rows(param, ids)
+        self._operate(param, lambda state: _rows.reset(param, state, rows))
+
+    def _operate(self, param: Tensor, change: Callable[[State], None]) -> None:
+        """Change the rows of a parameter and of its state."""
+        self._group_of(param)
+        change(self.state.get(param, {}))
+
+    def _group_of(self, param: Tensor) -> Group:
+        for group in self.param_groups:
+            if any(param is other for other in group["params"]):
+                return group
+        raise ValueError(f"a parameter of shape {tuple(param.shape)} is not one of this optimizer's")
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state dict of this class or of the classes of torch that it replaces.

@@ -7,6 +7,7 @@ strides of their own) are left to the reference.
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
@@ -18,6 +19,7 @@ from .._gradient import RowGradient
 from .._kernels import adam as kernels
 from .._kernels import catch_up as strides
 from .._kernels import group as grouping
+from .._kernels import norm as norms
 from .._rule import Rule, compute_dtype
 from .._schedule import Schedule
 from .._state import State
@@ -85,6 +87,24 @@ def has_nonfinite(gradient: RowGradient) -> bool:
     total = _workspace.totals(1, gradient.columns, compute_dtype(values.dtype))[0]
     arguments = (*_keys_for(gradient, parts=1), values.data_ptr(), _row_stride(values), _LIKE[values.dtype])
     return bool(kernels.any_nonfinite(total, gradient.row_count, *arguments))
+
+
+def norm(gradient: RowGradient, power: float) -> float:
+    """The ``power``-norm of the summed gradient, over the rows it names."""
+    if not gradient.values.is_cpu or gradient.is_empty or power <= 0:
+        return reference.norm(gradient, power)
+    values = _addressable(gradient.values)
+    threads = _threads_for(values.numel() * values.element_size())
+    bounds, sums = _workspace.bounds(threads), np.zeros(threads)
+    totals = _workspace.totals(threads, gradient.columns, compute_dtype(values.dtype))
+    arguments = (totals, bounds, *_keys_for(gradient, parts=threads), values.data_ptr(), _row_stride(values))
+    if threads == 1:
+        bounds[0, 1] = gradient.row_count
+        norms.norm_part(0, power, sums, *arguments, _LIKE[values.dtype], gradient.columns)
+    else:
+        with _parallel_region:
+            norms.norm_parallel(power, sums, *arguments, _LIKE[values.dtype], gradient.columns)
+    return float(sums.max() if power == math.inf else sums.sum() ** (1 / power))
 
 
 def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule) -> int:

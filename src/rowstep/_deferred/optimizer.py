@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -224,11 +224,13 @@ class DeferredAdam(RowOptimizer):
             ensure_moments(self.state[param], param, amsgrad=group["amsgrad"])
             table.adopt(_options(group), backend)
 
-    def _group_of(self, param: Tensor) -> Group:
-        for group in self.param_groups:
-            if any(param is other for other in group["params"]):
-                return group
-        raise ValueError(f"a parameter of shape {tuple(param.shape)} is not one of this optimizer's")
+    def _operate(self, param: Tensor, change: Callable[[State], None]) -> None:
+        table = self._tables.get(param)
+        if table is not None:
+            table.flush(_backends.chosen())
+        super()._operate(param, change)
+        if table is not None:
+            table.restart(tuple(param.shape[:1]))
 
     # Copies and checkpoints
 

@@ -28,20 +28,24 @@ class Table:
     """The deferred steps of one parameter."""
 
     def __init__(self, param: Tensor, state: State, lead: tuple[int, ...], options: Options, step: int) -> None:
-        self.param, self.state, self.lead = param, state, lead
-        self.since = torch.full(lead, step, dtype=torch.int32, device=param.device)
-        """Per row, the step at which it was last up to date."""
-        self.row_count = math.prod(lead)
+        self.param, self.state = param, state
         self.kept_current = 0
         """How many ``up_to_date`` blocks want the whole table current at all times."""
         self._begin(options, step)
+        self.restart(lead)
+
+    def restart(self, lead: tuple[int, ...]) -> None:
+        """Take note that the table has these rows now, and that all of them are up to date."""
+        self.lead, self.row_count = lead, math.prod(lead)
+        self.since = torch.full(lead, self.step, dtype=torch.int32, device=self.param.device)
+        """Per row, the step at which it was last up to date."""
+        self._began_at = self.step
 
     def _begin(self, options: Options, step: int) -> None:
         self.options = options
         betas, eps, amsgrad = options
         tolerance = _TOLERANCE.get(self.param.dtype, _TOLERANCE_BELOW_FLOAT64)
         self.schedule = Schedule(betas, eps, amsgrad=amsgrad, step=step, tolerance=tolerance)
-        self._began_at = step
 
     @property
     def step(self) -> int:
@@ -61,6 +65,7 @@ class Table:
         if options != self.options:
             self.flush(backend)
             self._begin(options, self.step)
+            self._began_at = self.step
 
     def advance(self, rows: Tensor | None, lr: float, weight_decay: float, backend: Backend) -> None:
         """Count a step that has moved these rows, or all of them, and let the others wait."""

@@ -48,11 +48,8 @@ def update_part(
     ``bounds`` is what ``split`` makes; its third row tells how many rows were skipped. Duplicates are summed in the
     part's row of ``totals``.
     """
-    total = row_at(address_of(totals) + part * columns * totals.itemsize, columns, totals)
-    offset, shift = bounds[1, part], np.uint64(shift)
-    keys = row_at(address_of(keys) + offset * keys.itemsize, keys.size - offset, keys)
-    spare = row_at(address_of(spare) + offset * spare.itemsize, spare.size - offset, spare)
-    last = group(rows, bounds[0, part], bounds[0, part + 1], shift, row_bits, keys, spare)
+    keys, last, total = group_part(part, totals, bounds, rows, shift, row_bits, keys, spare, columns)
+    shift = np.uint64(shift)
     p_bytes, m_bytes, g_bytes = columns * p_like.itemsize, columns * m_like.itemsize, columns * g_like.itemsize
     ahead = (
         last, g_at, g_bytes, _G_LINES_AHEAD // (g_bytes // CACHE_LINE + 1) + 1,
@@ -78,6 +75,16 @@ def update_part(
         u = optional_row_at(u_at, row * m_bytes, columns, m_like)
         update_row(p, m, v, u, g, beta1, beta2, row_eps, row_step_size, maximize, shrink, decay)
     bounds[2, part] = skipped
+
+
+@njit(**INLINE)
+def group_part(part, totals, bounds, rows, shift, row_bits, keys, spare, columns):
+    """The keys of one part of the work, grouped, how many there are, and its row to sum in."""
+    offset = bounds[1, part]
+    keys = row_at(address_of(keys) + offset * keys.itemsize, keys.size - offset, keys)
+    spare = row_at(address_of(spare) + offset * spare.itemsize, spare.size - offset, spare)
+    last = group(rows, bounds[0, part], bounds[0, part + 1], np.uint64(shift), row_bits, keys, spare)
+    return keys, last, row_at(address_of(totals) + part * columns * totals.itemsize, columns, totals)
 
 
 @njit(**INLINE)

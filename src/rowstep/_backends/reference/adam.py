@@ -29,6 +29,14 @@ def has_nonfinite(gradient: RowGradient) -> bool:
     return not bool(summed.isfinite().all())
 
 
+def norm(gradient: RowGradient, power: float) -> float:
+    """The ``power``-norm of the summed gradient, over the rows it names."""
+    rows, summed = _sum_duplicates(gradient, compute_dtype(gradient.values.dtype))
+    if power < 0 and len(rows) < gradient.row_count:
+        return 0.0  # the least of the numbers is one of the zeros that the gradient does not name
+    return float(torch.linalg.vector_norm(summed.double(), power)) if summed.numel() else 0.0
+
+
 def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule) -> int:
     """Step the rows of ``param`` that ``gradient`` names, in place; return how many rows were skipped."""
     dtype = compute_dtype(param.dtype, state["exp_avg"].dtype, gradient.values.dtype)

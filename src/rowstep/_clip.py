@@ -1,0 +1,89 @@
+"""Gradient clipping for models whose gradients are part sparse, part dense.
+
+torch's own functions refuse sparse gradients. Here the norm of a sparse gradient is that of what it sums to, duplicates
+combined, as if it were dense; nothing of the table's size is made, and the gradient stays sparse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from . import _backends
+from ._gradient import row_gradient
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale all gradients together so that their norm is at most ``max_norm``; return the norm before.
+
+    As :func:`torch.nn.utils.clip_grad_norm_`, for sparse and dense gradients. ``foreach`` is for the dense ones.
+    """
+    norm_type = float(norm_type)
+    grads = _gradients(parameters)
+    sparse = [grad for grad in grads if grad.is_sparse]
+    dense = [grad for grad in grads if not grad.is_sparse]
+    total = _total_norm(sparse, dense, norm_type, foreach)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients is {total.item()}, so it cannot be clipped; to scale "
+            "by it all the same, set error_if_nonfinite=False"
+        )
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    if factor.is_cpu and factor == 1:  # nothing to clip, and reading the factor costs no wait for a device
+        return total
+    for values in _distinct([grad._values() for grad in sparse]) + dense:
+        values.mul_(factor.to(values.device))
+    return total
+
+
+@torch.no_grad()
+def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, foreach: bool | None = None) -> None:
+    """Clamp every number of every gradient to [-clip_value, clip_value].
+
+    As :func:`torch.nn.utils.clip_grad_value_`, for sparse and dense gradients. What is clamped is a row's sum, so the
+    duplicates of a sparse gradient are combined: ``.grad`` is a coalesced gradient afterwards.
+    """
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    dense = [param for param in parameters if param.grad is not None and not param.grad.is_sparse]
+    torch.nn.utils.clip_grad_value_(dense, clip_value, foreach=foreach)
+    for param in parameters:
+        if param.grad is not None and param.grad.is_sparse:
+            grad = param.grad.coalesce()
+            values = grad.values().clamp(-float(clip_value), float(clip_value))
+            param.grad = torch.sparse_coo_tensor(
+                grad.indices(), values, grad.shape, is_coalesced=True, check_invariants=False
+            )
+
+
+def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+    return [param.grad for param in parameters if param.grad is not None]
+
+
+def _total_norm(sparse: list[Tensor], dense: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
+    backend = _backends.chosen()
+    norms = [backend.norm(row_gradient(grad, grad.shape), norm_type) for grad in sparse]
+    if dense:
+        of_dense: Tensor = torch.nn.utils.get_total_norm(dense, norm_type, foreach=foreach)
+        if not norms:
+            return of_dense
+        norms.append(float(of_dense))
+    first = (dense or sparse or [torch.zeros(())])[0]
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    return torch.linalg.vector_norm(torch.tensor(norms or [0.0], dtype=torch.float64), norm_type).to(
+        first.device, dtype
+    )
+
+
+def _distinct(tensors: list[Tensor]) -> list[Tensor]:
+    """Without those that share their memory: where two lookups are added up, both gradients hold the same values."""
+    return list({(tensor.data_ptr(), tensor.shape): tensor for tensor in tensors}.values())

@@ -1,0 +1,103 @@
+"""Row surgery: tables that grow, shrink, are reordered or have rows started anew, in the middle of a run.
+
+A parameter and all of its state are changed together, and the parameter stays the same object, so that modules and
+optimizers that hold it keep working. The rows that remain go on as if nothing had happened. A gradient that is there
+belongs to the old rows and is dropped. An ``nn.Embedding`` keeps its own note of the number of rows, for its ``repr``
+only: set ``module.num_embeddings`` if you print it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from ._state import State, zeros_like
+
+Init = Tensor | Callable[[Tensor], object]
+"""The weights of new rows, or a function that fills them in place, such as those of ``torch.nn.init``."""
+
+
+def grow(param: Tensor, state: State, count: int, init: Init) -> None:
+    """Append ``count`` rows with the weights ``init``, or what it makes of them, and the state of rows never seen."""
+    if count < 0:
+        raise ValueError(f"rows is {count}; expected how many rows to add, 0 or more")
+    old = row_count(param)
+    table = param.new_empty(old + count, *param.shape[1:])
+    table[:old] = param.detach()
+    if isinstance(init, Tensor):
+        if init.shape != table[old:].shape:
+            raise ValueError(f"init has shape {tuple(init.shape)}; expected {tuple(table[old:].shape)}")
+        table[old:] = init
+    else:
+        init(table[old:])
+    for key, tensor in _row_states(state, old):
+        state[key] = zeros_like(tensor.new_empty(old + count, *tensor.shape[1:]))
+        state[key][:old] = tensor
+    _replace(param, table)
+
+
+def keep(param: Tensor, state: State, rows: Tensor) -> None:
+    """Keep these rows, in this order, and drop the others."""
+    for key, tensor in _row_states(state, row_count(param)):
+        state[key] = tensor.index_select(0, rows)
+    _replace(param, param.detach().index_select(0, rows))
+
+
+def reset(param: Tensor, state: State, rows: Tensor) -> None:
+    """Give these rows the state of rows never seen. Their weights are left to the caller."""
+    for _, tensor in _row_states(state, row_count(param)):
+        tensor.index_fill_(0, rows, 0)
+
+
+def named_rows(param: Tensor, mask_or_ids: Tensor) -> Tensor:
+    """Row numbers from a mask over all rows or from a list of distinct ids."""
+    count = row_count(param)
+    if mask_or_ids.dim() != 1:
+        raise ValueError(f"expected a one-dimensional mask or list of ids, got shape {tuple(mask_or_ids.shape)}")
+    if mask_or_ids.dtype == torch.bool:
+        if len(mask_or_ids) != count:
+            raise ValueError(f"the mask has {len(mask_or_ids)} entries; expected one for each of the {count} rows")
+        return mask_or_ids.nonzero().squeeze(1).to(param.device)
+    if mask_or_ids.is_floating_point() or mask_or_ids.is_complex():
+        raise TypeError(f"ids have dtype {mask_or_ids.dtype}; expected integers, or a mask of booleans")
+    rows = mask_or_ids.to(param.device, torch.int64)
+    outside = rows[(rows < 0) | (rows >= count)]
+    if len(outside):
+        raise IndexError(f"id {int(outside[0])} is outside the table; expected 0 <= id < {count}")
+    if len(torch.unique(rows)) != len(rows):
+        raise ValueError("some ids occur more than once; expected each row at most once")
+    return rows
+
+
+def row_count(param: Tensor) -> int:
+    if param.dim() == 0:
+        raise ValueError("a parameter without dimensions has no rows")
+    return len(param)
+
+
+def select_rows_(param: Tensor, mask_or_ids: Tensor) -> None:
+    """Turn a dense ``param.grad`` into a row gradient of the named rows, in place of ``force_sparse``'s scan.
+
+    For gradients that are known to concern some rows only: the values are not looked at, and a row that is named counts
+    as touched even if it is zero.
+    """
+    grad = param.grad
+    if grad is None or grad.is_sparse:
+        raise ValueError(f"the parameter's gradient is {'None' if grad is None else 'sparse'}; expected a dense one")
+    rows = named_rows(param, mask_or_ids)
+    param.grad = torch.sparse_coo_tensor(
+        rows.unsqueeze(0), grad.index_select(0, rows), grad.shape, check_invariants=False
+    )
+
+
+def _row_states(state: State, count: int) -> Iterator[tuple[str, Tensor]]:
+    for key, tensor in list(state.items()):
+        if key != "step" and isinstance(tensor, Tensor) and tensor.shape[:1] == (count,):
+            yield key, tensor
+
+
+def _replace(param: Tensor, table: Tensor) -> None:
+    param.grad = None
+    param.data = table
