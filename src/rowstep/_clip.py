@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import _backends
-from ._gradient import row_gradient
+from ._gradient import RowGradient, outside_message, row_gradient
 
 
 @torch.no_grad()
@@ -71,7 +71,7 @@ def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 def _total_norm(sparse: list[Tensor], dense: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
     backend = _backends.chosen()
-    norms = [backend.norm(row_gradient(grad, grad.shape), norm_type) for grad in sparse]
+    norms = [backend.norm(_checked(grad, backend), norm_type) for grad in sparse]
     if dense:
         of_dense: Tensor = torch.nn.utils.get_total_norm(dense, norm_type, foreach=foreach)
         if not norms:
@@ -79,9 +79,16 @@ def _total_norm(sparse: list[Tensor], dense: list[Tensor], norm_type: float, for
         norms.append(float(of_dense))
     first = (dense or sparse or [torch.zeros(())])[0]
     dtype = torch.promote_types(first.dtype, torch.float32)
-    return torch.linalg.vector_norm(torch.tensor(norms or [0.0], dtype=torch.float64), norm_type).to(
-        first.device, dtype
-    )
+    total: Tensor = torch.linalg.vector_norm(torch.tensor(norms or [0.0], dtype=torch.float64), norm_type)
+    return total.to(device=first.device, dtype=dtype)
+
+
+def _checked(grad: Tensor, backend: _backends.Backend) -> RowGradient:
+    gradient = row_gradient(grad, grad.shape)
+    outside = backend.first_outside(gradient)
+    if outside is not None:
+        raise IndexError(outside_message(outside, gradient.row_count))
+    return gradient
 
 
 def _distinct(tensors: list[Tensor]) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,20 +29,13 @@ class Case:
         return f"{many}{short(self.rows)} x {self.dim}, {self.ids:,} {kind} ids"
 
     @property
+    def share_touched(self) -> float:
+        """How much of the rows uniform ids name, on average."""
+        return -math.expm1(-self.ids / self.rows)
+
+    @property
     def weights(self) -> int:
         return self.tables * self.rows * self.dim
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """All that a run of the suite measures."""
-
-    steps: tuple[Case, ...]
-    scaling: tuple[Case, Case]  # few rows, many rows
-    loops: tuple[Case, ...]
-    dense_rows: int
-    memory_rows: tuple[int, ...]
-    memory_ids: int
 
 
 ZIPF = Case("zipf-1m", 1_000_000, 64, 65_536, zipf=True)
@@ -49,27 +43,6 @@ UNIFORM = Case("uniform-1m", 1_000_000, 64, 65_536)
 LONG = Case("uniform-10m", 10_000_000, 32, 16_384)
 SMALL = Case("uniform-100k", 100_000, 16, 4_096)
 MANY = Case("26-tables", 100_000, 16, 2_048, tables=26)
-
-FULL = Sizes(
-    steps=(ZIPF, UNIFORM, LONG, SMALL, MANY),
-    scaling=(Case("1m-rows", 1_000_000, 32, 16_384), LONG),
-    loops=(ZIPF, UNIFORM),
-    dense_rows=1_000_000,
-    memory_rows=(100_000, 1_000_000, 4_000_000),
-    memory_ids=65_536,
-)
-QUICK = Sizes(
-    steps=(
-        Case("zipf-20k", 20_000, 16, 4_096, zipf=True),
-        Case("uniform-20k", 20_000, 16, 4_096),
-        Case("3-tables", 5_000, 16, 512, tables=3),
-    ),
-    scaling=(Case("20k-rows", 20_000, 16, 2_048), Case("200k-rows", 200_000, 16, 2_048)),
-    loops=(Case("zipf-20k", 20_000, 16, 4_096, zipf=True),),
-    dense_rows=20_000,
-    memory_rows=(20_000,),
-    memory_ids=16_384,
-)
 
 
 def short(count: int) -> str:
@@ -80,35 +53,47 @@ def short(count: int) -> str:
     return f"{count:,}"
 
 
-def batches_of_ids(case: Case) -> list[list[Tensor]]:
-    """POOL batches, each with the ids of every table."""
+def batches_of_ids(case: Case, batches: int = POOL) -> list[list[Tensor]]:
+    """So many batches, each with the ids of every table."""
     rng = np.random.default_rng(0)
-    if case.zipf:
-        cumulative = np.cumsum(1 / np.arange(1, case.rows + 1))
-        cumulative /= cumulative[-1]
+    popular = popularity(case.rows) if case.zipf else None
 
     def draw() -> NDArray[np.int64]:
-        if not case.zipf:
+        if popular is None:
             return rng.integers(0, case.rows, case.ids)
-        rank = np.searchsorted(cumulative, rng.random(case.ids))
         # Frequent rows lie scattered, as hashed ids do: a stride that is prime to the rows is a permutation of them.
-        return rank * 7_368_787 % case.rows
+        return popular.searchsorted(rng.random(case.ids)) * 7_368_787 % case.rows
 
-    return [[torch.from_numpy(draw()) for _ in range(case.tables)] for _ in range(POOL)]
+    return [[torch.from_numpy(draw()) for _ in range(case.tables)] for _ in range(batches)]
 
 
-def gradients(case: Case) -> list[list[Tensor]]:
+def popularity(rows: int) -> NDArray[np.float64]:
+    """Zipf's law, added up: a number drawn from 0 to 1 belongs to the row at whose place it would be inserted."""
+    cumulative: NDArray[np.float64] = np.cumsum(1 / np.arange(1, rows + 1))
+    cumulative /= cumulative[-1]
+    return cumulative
+
+
+def gradients(case: Case, batches: int = POOL) -> list[list[Tensor]]:
     """Uncoalesced, as nn.Embedding(sparse=True) makes them.
 
     Values are multiples of 1/64: sums of duplicates are then exact in any order, and results can be compared closely.
+    Every POOL batches the values come again, with other ids: hundreds of batches would not fit into memory.
     """
     generator = torch.Generator().manual_seed(0)
 
-    def gradient(ids: Tensor) -> Tensor:
-        values = torch.randn(case.ids, case.dim, generator=generator).mul_(64).round_().div_(64)
-        return torch.sparse_coo_tensor(ids.unsqueeze(0), values, (case.rows, case.dim), check_invariants=False)
+    def values() -> Tensor:
+        return torch.randn(case.ids, case.dim, generator=generator).mul_(64).round_().div_(64)
 
-    return [[gradient(ids) for ids in batch] for batch in batches_of_ids(case)]
+    pool = [[values() for _ in range(case.tables)] for _ in range(min(batches, POOL))]
+    return [
+        [gradient(case, *pair) for pair in zip(batch, pool[number % POOL], strict=True)]
+        for number, batch in enumerate(batches_of_ids(case, batches))
+    ]
+
+
+def gradient(case: Case, ids: Tensor, values: Tensor) -> Tensor:
+    return torch.sparse_coo_tensor(ids.unsqueeze(0), values, (case.rows, case.dim), check_invariants=False)
 
 
 def parameters(case: Case) -> list[nn.Parameter]:

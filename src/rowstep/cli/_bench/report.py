@@ -1,107 +1,65 @@
-"""The tables of `rowstep bench`."""
+"""The tables that suites share: times side by side, and the bars."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from rowstep.cli._bench.bars import Bar
-from rowstep.cli._bench.cases import short
-from rowstep.cli._bench.contenders import ADAM, ROOFLINE, ROWSTEP, TORCH
-from rowstep.cli._bench.results import Results
 from rowstep.cli._bench.timing import Measurement
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+Ratios: TypeAlias = Mapping[str, tuple[str, str]]  # what is over each column, and the two whose ratio is in it
 
-def show(console: Console, results: Results, reached: list[Bar]) -> None:
-    if steps := results.of_kind("step"):
-        console.print(_steps(steps))
-    if results.state_bytes_per_weight is not None:
-        console.print(f"State kept by rowstep: {results.state_bytes_per_weight:.2f} bytes per weight.")
-    if others := [measured for measured in results.measurements if measured.kind != "step"]:
-        console.print(_others(others))
-    if results.memory:
-        console.print(_memory(results))
-    if results.first_step:
-        cold, cached = results.first_step.cold, results.first_step.cached
-        console.print(f"First step of a fresh interpreter: {cold:.2f} s, and {cached:.2f} s with the kernels cached.")
+
+def times(title: str, measurements: Sequence[Measurement], names: Sequence[str], ratios: Ratios) -> Table:
+    """A line per measurement, with a column per contender."""
+    table = table_of_numbers(
+        [*("case", "threads"), *(name.replace(" ", "\n", 1) for name in names), *ratios],
+        title=f"{title}: median (min) in ms",
+        caption="Ratios are of the medians.",
+    )
+    for measured in measurements:
+        shown = [multiple(measured.ratio(*pair)) for pair in ratios.values()]
+        table.add_row(about(measured), str(measured.threads), *(time(measured, name) for name in names), *shown)
+    return table
+
+
+def table_of_numbers(headings: Sequence[str], *, title: str, caption: str | None = None, words: int = 1) -> Table:
+    """A table whose first columns hold words, and the others numbers."""
+    from rich.table import Table
+
+    table = Table(*headings[:words], title=title, caption=caption)
+    for heading in headings[words:]:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def show_bars(console: Console, reached: Sequence[Bar], measurements: Sequence[Measurement]) -> None:
     if reached:
-        console.print(_bars(reached))
-    if disturbed := [measured for measured in results.measurements if measured.disturbed]:
+        table = table_of_numbers(["measure", "bar", "reached", ""], title="Bars")
+        for bar in reached:
+            limit = f"{'at least' if bar.at_least else 'at most'} {bar.limit:g}{bar.unit}"
+            verdict = "disturbed" if bar.disturbed else "[green]yes[/green]" if bar.met else "[red]no[/red]"
+            figure = f"{bar.reached:.2f}" if bar.reached >= 0.01 else f"{bar.reached:.1e}"
+            table.add_row(bar.measure, limit, figure + bar.unit, verdict)
+        console.print(table)
+    if disturbed := [measured for measured in measurements if measured.disturbed]:
         worst = max(measured.others for measured in disturbed)
         console.print(
             f"[red]* Other work took up to {worst:.0%} of the machine during {len(disturbed)} of "
-            f"{len(results.measurements)} measurements: measure these again.[/red]"
+            f"{len(measurements)} measurements: measure these again.[/red]"
         )
 
 
-def _steps(measurements: list[Measurement]) -> Table:
-    from rich.table import Table
-
-    names = (ROWSTEP, TORCH, ADAM, ROOFLINE)
-    table = Table(title="One step: median (min) in ms", caption="Ratios are of the medians.")
-    table.add_column("case")
-    for heading in (
-        "threads",
-        *(name.replace(" ", "\n", 1) for name in names),
-        "torch/\nrowstep",
-        "rowstep/\nroofline",
-        "Adam/\nrowstep",
-    ):
-        table.add_column(heading, justify="right")
-    for measured in measurements:
-        times = [_time(measured, name) for name in names]
-        ratios = [_times(measured.ratio(*pair)) for pair in ((TORCH, ROWSTEP), (ROWSTEP, ROOFLINE), (ADAM, ROWSTEP))]
-        table.add_row(_about(measured), str(measured.threads), *times, *ratios)
-    return table
-
-
-def _others(measurements: list[Measurement]) -> Table:
-    from rich.table import Table
-
-    headings = {"scaling": "more rows", "loop": "whole loop", "dense": "dense parameters"}
-    table = Table("", "case", title="More measurements: median (min) in ms")
-    for heading in ("threads", "A", "B", "B / A"):
-        table.add_column(heading, justify="right")
-    for measured in measurements:
-        first, second = measured.timings
-        times = [f"{name} {_time(measured, name)}" for name in (first, second)]
-        ratio = _times(measured.ratio(second, first))
-        table.add_row(headings[measured.kind], _about(measured), str(measured.threads), *times, ratio)
-    return table
-
-
-def _memory(results: Results) -> Table:
-    from rich.table import Table
-
-    table = Table(title="Peak extra memory of a step, bytes per id")
-    for heading in ("rows in the table", ROWSTEP, TORCH):
-        table.add_column(heading, justify="right")
-    for peak in results.memory:
-        table.add_row(short(peak.rows), f"{peak.rowstep:,.1f}", f"{peak.torch:,.1f}")
-    return table
-
-
-def _bars(reached: list[Bar]) -> Table:
-    from rich.table import Table
-
-    table = Table("measure", title="Bars")
-    for heading in ("bar", "reached", ""):
-        table.add_column(heading, justify="right")
-    for bar in reached:
-        limit = f"{'at least' if bar.at_least else 'at most'} {bar.limit:g}{bar.unit}"
-        verdict = "disturbed" if bar.disturbed else "[green]yes[/green]" if bar.met else "[red]no[/red]"
-        table.add_row(bar.measure, limit, f"{bar.reached:.2f}{bar.unit}", verdict)
-    return table
-
-
-def _about(measured: Measurement) -> str:
+def about(measured: Measurement) -> str:
     return measured.about + "[red] *[/red]" * measured.disturbed
 
 
-def _time(measured: Measurement, name: str) -> str:
+def time(measured: Measurement, name: str) -> str:
     if name not in measured.timings:
         return measured.left_out.get(name, "")
     timing = measured.timings[name]
@@ -114,5 +72,5 @@ def _digits(milliseconds: float) -> str:
     return f"{milliseconds:,.{decimals}f}"
 
 
-def _times(ratio: float | None) -> str:
+def multiple(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.2f}x"

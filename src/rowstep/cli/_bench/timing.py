@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -43,7 +44,7 @@ class Timing:
 class Measurement:
     """One round-robin: what was timed, on how many threads, and who was left out and why."""
 
-    kind: str  # step, scaling, loop or dense
+    kind: str  # step, scaling, loop, dense, flush or share
     name: str
     about: str
     threads: int
@@ -61,6 +62,20 @@ class Measurement:
             return None
         return self.timings[slow].median / self.timings[fast].median
 
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "name": self.name,
+            "about": self.about,
+            "threads": self.threads,
+            "seconds": {
+                name: {"min": timing.min, "median": timing.median, "all": timing.seconds}
+                for name, timing in self.timings.items()
+            },
+            "left_out": self.left_out,
+            "share_of_machine_taken_by_others": self.others,
+        }
+
 
 def measure(
     kind: str,
@@ -71,8 +86,7 @@ def measure(
     left_out: dict[str, str] | None = None,
 ) -> Measurement:
     for contender in contenders:
-        contender.prepare(0)
-        contender.run()
+        warm_up(contender, 1)
     with watch() as load:
         timings = _take_turns(contenders, repeats)
     return Measurement(kind, name, about, torch.get_num_threads(), timings, left_out or {}, load.others)
@@ -98,6 +112,12 @@ def _time(contender: Contender, number: int) -> float:
     start = time.perf_counter()
     contender.run()
     return time.perf_counter() - start
+
+
+def warm_up(contender: Contender, rounds: int) -> None:
+    for number in range(rounds):
+        contender.prepare(number)
+        contender.run()
 
 
 def nothing(_number: int) -> None:

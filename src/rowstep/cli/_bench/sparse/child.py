@@ -1,4 +1,4 @@
-"""What only a fresh interpreter can measure; `fresh` starts it as `python -m rowstep.cli._bench.child <what> ...`.
+"""What only a fresh interpreter can measure; `fresh` starts it as a module, with what it is to measure.
 
 Prints one line of JSON.
 """
@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rowstep import SparseAdam
+from rowstep.cli._bench.contenders import touch_state
 
 DIM = 64
 STEPS = 3  # peaks are taken over these
@@ -42,9 +43,7 @@ def _peak(kind: Callable[[list[nn.Parameter]], torch.optim.Optimizer], ids: int,
     # Compiles. The batch is small, so that workspace which is kept for the next step shows when that step needs more.
     _give(table, ids // 8)
     optimizer.step()
-    for value in optimizer.state[table].values():
-        if isinstance(value, Tensor) and value.shape == table.shape:
-            value.add_(0)  # zeroed pages take memory only when written: not the step's to answer for
+    touch_state(optimizer)  # pages that nobody has written yet are not the step's to answer for
     extra = []
     for _ in range(STEPS):
         _give(table, ids)

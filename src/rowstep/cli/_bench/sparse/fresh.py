@@ -43,6 +43,6 @@ def peak_memory(rows: Sequence[int], ids: int) -> list[PeakMemory]:
 
 
 def _child(*arguments: object, **environment: str) -> Any:
-    command = [sys.executable, "-m", "rowstep.cli._bench.child", *map(str, arguments)]
+    command = [sys.executable, "-m", "rowstep.cli._bench.sparse.child", *map(str, arguments)]
     done = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(done.stdout)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from rowstep import SparseAdam
 from rowstep.cli._bench import cases
 from rowstep.cli._bench.cases import Case
-from rowstep.cli._bench.contenders import ADAM, ROWSTEP, TORCH, Field, check_agreement, give, stepper, weights
+from rowstep.cli._bench.contenders import ADAM, ROWSTEP, TORCH, check_agreement, give, stepper, weights
+from rowstep.cli._bench.sparse.field import Field
 from rowstep.cli._bench.timing import Contender, Measurement, measure, nothing, threads
 
 Maker: TypeAlias = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
