@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test check stress format bench clean clean-cache
 
 demo: $(READY)
 	$(BIN)/rowstep demo
@@ -18,6 +18,10 @@ check: $(READY)
 	$(BIN)/mypy
 	$(MAKE) test
 
+# What takes too long for CI: the full matrices and the run of 1.2 million steps.
+stress: $(READY)
+	ROWSTEP_LONG=1 $(BIN)/pytest -n 2 --dist worksteal
+
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -30,6 +34,10 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0 -e '.[dev]'
 	touch $@
+
+# Numba's cache does not notice a change in a file that a kernel only calls into.
+clean-cache:
+	find src -name '*.nb[ic]' -delete
 
 clean:
 	rm -rf $(VENV) out .mypy_cache .pytest_cache .ruff_cache .hypothesis
