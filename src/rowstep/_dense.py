@@ -34,10 +34,12 @@ def _can_fuse(param: Tensor, grad: Tensor, state: State) -> bool:
     step, m, v, dtype = state["step"], state["exp_avg"], state["exp_avg_sq"], param.dtype
     if not (param.is_cpu and step.is_cpu) and (param.device.type not in _FUSED or step.device != param.device):
         return False
+    u: Tensor = state.get("max_exp_avg_sq", m)
     # torch's fused kernel walks the memory of all operands in step without looking at their strides: with a
     # gradient of another layout than the parameter's it silently computes nonsense (torch 2.13, CPU).
     return bool(
-        param.is_contiguous() and grad.is_contiguous() and m.is_contiguous() and v.is_contiguous()
+        param.is_contiguous() and grad.is_contiguous()
+        and m.is_contiguous() and v.is_contiguous() and u.is_contiguous()
         and grad.dtype == dtype and m.dtype == dtype and v.dtype == dtype
     )  # fmt: skip
 

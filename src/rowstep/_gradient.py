@@ -26,7 +26,7 @@ class RowGradient:
     """``values[i]`` is a gradient for row ``rows[i]`` of a table of ``lead`` rows, in order of occurrence."""
 
     rows: Tensor
-    """int64, (nnz,); row numbers in the table flattened over ``lead``, not yet checked against ``row_count``."""
+    """int64, (nnz,), contiguous; numbers of rows flattened over ``lead``, not yet checked against ``row_count``."""
     values: Tensor
     """floating, (nnz, columns)."""
     lead: tuple[int, ...]
@@ -59,7 +59,7 @@ def row_gradient(grad: Tensor, shape: torch.Size) -> RowGradient:
 
 
 def _over(rows: Tensor, values: Tensor, lead: Sequence[int]) -> RowGradient:
-    return RowGradient(rows, values, tuple(lead), math.prod(lead), values.shape[1])
+    return RowGradient(rows.contiguous(), values, tuple(lead), math.prod(lead), values.shape[1])
 
 
 def _flatten_indices(indices: Tensor, lead: Sequence[int]) -> Tensor:

@@ -175,7 +175,9 @@ class RowOptimizer(Optimizer):
         def check(optimizer: Optimizer, state_dict: StateDict) -> None:
             given.update(state_dict)
             for index, (own, new) in enumerate(zip(own_groups, given["param_groups"], strict=False)):
-                self._check_group(own | new, f" in group {index} of the loaded state")
+                where = f" in group {index} of the loaded state"
+                check_learning_rate((own | new)["lr"], zero_allowed=True, where=where)
+                self._check_group(own | new, where)
 
         def complete(optimizer: Optimizer) -> None:
             for own, group in zip(own_groups, self.param_groups, strict=True):

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -60,7 +61,7 @@ def check_layouts(groups: Sequence[Mapping[str, Any]], optimizer: str) -> None:
             if has_flaw(param)
         ]
 
-    if sparse := positions(lambda param: param.is_sparse):
+    if sparse := positions(lambda param: param.layout != torch.strided):
         raise ValueError(f"Sparse params at indices {sparse}: {optimizer} requires dense parameter tensors")
     if complex_ := positions(lambda param: param.is_complex()):
         raise ValueError(f"Complex params at indices {complex_}: {optimizer} does not support complex parameters")

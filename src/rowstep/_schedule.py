@@ -81,8 +81,9 @@ class Schedule:
         self._recent_rate = np.zeros(length)
         self._recent_root = np.ones((7, length))
         rho = self.ratio * self.growth ** np.arange(7.0)[:, None]
-        self._undo = rho ** -np.arange(length) if self.ratio else np.zeros((7, length))
-        self._redo = rho ** np.arange(1, length + 1)
+        with np.errstate(over="ignore"):
+            self._undo = rho ** -np.arange(length) if self.ratio else np.zeros((7, length))
+            self._redo = rho ** np.arange(1, length + 1)
 
     def advance(self, lr: float, weight_decay: float) -> None:
         """Record one more step, and bring the coefficients of every gap up to it."""
@@ -102,7 +103,8 @@ class Schedule:
         self._recent_rate[0] = rate
         self._recent_root[:, 1:] = self._recent_root[:, :-1]
         self._recent_root[:, 0] = [root**n for n in range(7)]
-        self._rebuild_window()
+        with np.errstate(over="ignore", invalid="ignore"):
+            self._rebuild_window()
         self.frozen[(self.step - self.window_length) % self.capacity] = self.window[self.window_length]
 
     def _rebuild_window(self) -> None:
@@ -124,6 +126,9 @@ class Schedule:
         rest = np.divide(np.abs(central[6]), total, out=np.zeros_like(total), where=some) * np.maximum(1, mean / first)
         least_root = window[:, EBAR] * ((rest / self.tolerance) ** (1 / 6) - 1)
         window[:, SAFE] = np.maximum(least_root, 0) ** 2
+        # With a small beta2 the e of a long gap grow past what float64 holds: no series there.
+        lost = ~np.isfinite(window).all(axis=1)
+        window[lost], window[lost, SAFE] = 0, np.inf
 
     def coefficients(self, since: Any) -> tuple[Any, Any, Any]:
         """For rows up to date at the steps ``since``: coefficients, what decay leaves of p, and of the past sum."""

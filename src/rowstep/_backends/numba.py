@@ -74,9 +74,8 @@ def first_outside(gradient: RowGradient) -> int | None:
     """The first row number that is not in the table."""
     if not gradient.rows.is_cpu:
         return reference.first_outside(gradient)
-    rows = gradient.rows.numpy()
-    position = grouping.first_outside(rows, gradient.row_count)
-    return None if position < 0 else int(rows[position])
+    position = grouping.first_outside(*_ids(gradient.rows), gradient.row_count)
+    return None if position < 0 else int(gradient.rows[position])
 
 
 def has_nonfinite(gradient: RowGradient) -> bool:
@@ -190,7 +189,7 @@ def catch_up(param: Tensor, state: State, since: Tensor, schedule: Schedule, row
         work: tuple[Any, ...] = (rows.start, rows.stop)
     else:
         serial, parallel = strides.catch_up_ids, strides.catch_up_ids_parallel
-        work = (rows.numpy(),)
+        work = _ids(rows)
     if threads == 1:
         serial(0, scratch, *work, *arguments)
     else:
@@ -202,7 +201,7 @@ def count_stale(since: Tensor, rows: Tensor, step: int) -> int:
     """How many of these row numbers name a row that is not up to date."""
     if not since.is_cpu:
         return reference.count_stale(since, rows, step)
-    return int(strides.count_stale(since.view(-1).numpy(), rows.numpy(), step))
+    return int(strides.count_stale(since.view(-1).numpy(), *_ids(rows), step))
 
 
 def mark(since: Tensor, rows: Tensor, step: int) -> None:
@@ -210,7 +209,7 @@ def mark(since: Tensor, rows: Tensor, step: int) -> None:
     if not since.is_cpu:
         reference.mark(since, rows, step)
         return
-    strides.mark(since.view(-1).numpy(), rows.numpy(), step)
+    strides.mark(since.view(-1).numpy(), *_ids(rows), step)
 
 
 def _are_addressable(param: Tensor, m: Tensor, v: Tensor, u: Tensor | None) -> bool:
@@ -224,12 +223,17 @@ def _threads_for(byte_count: int) -> int:
     return 1 if byte_count < _PARALLEL_FROM_BYTES else torch.get_num_threads()
 
 
-def _keys_for(gradient: RowGradient, parts: int) -> tuple[Any, int, int, Any, Any]:
+def _keys_for(gradient: RowGradient, parts: int) -> tuple[int, int, int, int, Any, Any]:
     """What the kernels group by: row numbers, how many bits of a key are its position and its row, room for keys."""
-    rows = gradient.rows.numpy()
-    _workspace.reserve(rows.size + parts)
-    position_bits, row_bits = (rows.size - 1).bit_length(), (gradient.row_count - 1).bit_length()
-    return rows, position_bits, row_bits, _workspace.keys, _workspace.spare
+    address, count = _ids(gradient.rows)
+    _workspace.reserve(count + parts)
+    position_bits, row_bits = (count - 1).bit_length(), (gradient.row_count - 1).bit_length()
+    return address, count, position_bits, row_bits, _workspace.keys, _workspace.spare
+
+
+def _ids(rows: Tensor) -> tuple[int, int]:
+    """Where row numbers are and how many."""
+    return rows.data_ptr(), len(rows)
 
 
 def _addressable(values: Tensor) -> Tensor:

@@ -295,4 +295,4 @@ def _check_decay(group: Mapping[str, Any]) -> None:
 
 
 def _as_rows_of(table: Table, ids: Tensor) -> Tensor:
-    return ids.detach().reshape(-1).to(device=table.since.device, dtype=torch.int64)
+    return ids.detach().reshape(-1).to(device=table.since.device, dtype=torch.int64).contiguous()

@@ -19,7 +19,19 @@ import math
 import numpy as np
 from numba import njit, prange
 
-from .bits import CACHE_LINE, INLINE, JIT, address_of, has_type_of, narrow, optional_row_at, prefetch, row_at, widen
+from .bits import (
+    CACHE_LINE,
+    INLINE,
+    JIT,
+    address_of,
+    has_type_of,
+    ids_at,
+    narrow,
+    optional_row_at,
+    prefetch,
+    row_at,
+    widen,
+)
 from .group import group, next_row_start, split
 
 # How many cache lines to have under way, of the gradient and of the tables. At 64 columns that is 4 rows ahead, at 32
@@ -29,26 +41,27 @@ _TABLE_LINES_AHEAD = 48
 
 
 @njit(**JIT, parallel=True)
-def update_parallel(totals, bounds, rows, shift, row_bits, *arguments):
+def update_parallel(totals, bounds, rows_at, count, shift, row_bits, *arguments):
     """``update_part`` for every part that there is a row of ``totals`` for."""
     parts = totals.shape[0]
-    split(rows, row_bits, parts, bounds)
+    split(ids_at(rows_at, count), row_bits, parts, bounds)
     for part in prange(parts):
-        update_part(np.int64(part), totals, bounds, rows, shift, row_bits, *arguments)
+        update_part(np.int64(part), totals, bounds, rows_at, count, shift, row_bits, *arguments)
 
 
 @njit(**JIT)
 def update_part(
-    part, totals, bounds, rows, shift, row_bits, keys, spare, p_at, m_at, v_at, u_at, count_at, g_at, g_stride,
+    part, totals, bounds, rows_at, count, shift, row_bits, keys, spare,
+    p_at, m_at, v_at, u_at, count_at, g_at, g_stride,
     p_like, m_like, g_like, columns,
     beta1, beta2, eps, step_size, maximize, shrink, decay, corrected_eps, skip_nonfinite,
 ):  # fmt: skip
-    """Update the rows of one part, of those in ``rows``.
+    """Update the rows of one part, of those that the ``count`` occurrences at ``rows_at`` name.
 
     ``bounds`` is what ``split`` makes; its third row tells how many rows were skipped. Duplicates are summed in the
     part's row of ``totals``.
     """
-    keys, last, total = group_part(part, totals, bounds, rows, shift, row_bits, keys, spare, columns)
+    keys, last, total = group_part(part, totals, bounds, rows_at, count, shift, row_bits, keys, spare, columns)
     shift = np.uint64(shift)
     p_bytes, m_bytes, g_bytes = columns * p_like.itemsize, columns * m_like.itemsize, columns * g_like.itemsize
     ahead = (
@@ -78,11 +91,12 @@ def update_part(
 
 
 @njit(**INLINE)
-def group_part(part, totals, bounds, rows, shift, row_bits, keys, spare, columns):
+def group_part(part, totals, bounds, rows_at, count, shift, row_bits, keys, spare, columns):
     """The keys of one part of the work, grouped, how many there are, and its row to sum in."""
     offset = bounds[1, part]
     keys = row_at(address_of(keys) + offset * keys.itemsize, keys.size - offset, keys)
     spare = row_at(address_of(spare) + offset * spare.itemsize, spare.size - offset, spare)
+    rows = ids_at(rows_at, count)
     last = group(rows, bounds[0, part], bounds[0, part + 1], np.uint64(shift), row_bits, keys, spare)
     return keys, last, row_at(address_of(totals) + part * columns * totals.itemsize, columns, totals)
 
@@ -178,11 +192,11 @@ def all_finite(g):
 
 
 @njit(**JIT)
-def any_nonfinite(total, row_count, rows, shift, row_bits, keys, spare, g_at, g_stride, g_like):
+def any_nonfinite(total, row_count, rows_at, rows_count, shift, row_bits, keys, spare, g_at, g_stride, g_like):
     """Whether the summed gradient of some row is not finite."""
     shift = np.uint64(shift)
     total = row_at(address_of(total), total.size, total)
-    count = group(rows, 0, row_count, shift, row_bits, keys, spare)
+    count = group(ids_at(rows_at, rows_count), 0, row_count, shift, row_bits, keys, spare)
     here = 0
     while here < count:
         end = next_row_start(keys, count, here + 1, shift)

@@ -65,6 +65,22 @@ def row_at(typing_context, address, columns, like):
 
 
 @intrinsic
+def ids_at(typing_context, address, count):
+    """The memory at ``address`` as row numbers.
+
+    Not as a NumPy array from Python: a tensor that has given one away can never be resized again, and autograd resizes
+    the gradients that it accumulates into.
+    """
+    like = types.Array(types.int64, 1, "C")
+    signature, make_row = row_at._defn(typing_context, address, count, like)
+
+    def codegen(context, builder, _, arguments):
+        return make_row(context, builder, signature, arguments)
+
+    return like(types.int64, types.int64), codegen
+
+
+@intrinsic
 def optional_row_at(typing_context, address, offset, columns, like):
     """``row_at(address + offset, columns, like)``, or None without an address."""
     if isinstance(address, types.NoneType):

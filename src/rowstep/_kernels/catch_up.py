@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit, prange
 
 from .._schedule import COLUMNS, EBAR, M0, M2, M3, M4, M5, SAFE
-from .bits import INLINE, JIT, address_of, narrow, optional_row_at, prefetch, row_at, widen
+from .bits import INLINE, JIT, address_of, ids_at, narrow, optional_row_at, prefetch, row_at, widen
 
 # A momentum this small moves nothing any more, and as a denormal number it makes every later step three times slower.
 _TINY_MOMENTUM = 1e-30
@@ -22,9 +22,9 @@ _SINCE_AHEAD = 32
 
 
 @njit(**JIT, parallel=True)
-def catch_up_ids_parallel(scratch, ids, *arguments):
+def catch_up_ids_parallel(scratch, ids_from, count, *arguments):
     for part in prange(scratch.shape[0]):
-        catch_up_ids(np.int64(part), scratch, ids, *arguments)
+        catch_up_ids(np.int64(part), scratch, ids_from, count, *arguments)
 
 
 @njit(**JIT, parallel=True)
@@ -38,10 +38,11 @@ def catch_up_range_parallel(scratch, first, last, *arguments):
 
 @njit(**JIT)
 def catch_up_ids(
-    part, scratch, ids, since, p_at, m_at, v_at, u_at, p_like, m_like, columns,
+    part, scratch, ids_from, count, since, p_at, m_at, v_at, u_at, p_like, m_like, columns,
     step, window, frozen, rate, root, decayed, beta1_powers, beta2_powers, ratio, growth, eps,
 ):  # fmt: skip
-    """Bring the rows in ``ids`` up to date that belong to this part of the work."""
+    """Bring the rows up to date that ``count`` ids name, and that belong to this part of the work."""
+    ids = ids_at(ids_from, count)
     parts = scratch.shape[0]
     p_bytes, m_bytes = columns * p_like.itemsize, columns * m_like.itemsize
     since_at = address_of(since)
@@ -184,16 +185,16 @@ def without_dust(momentum, tiny, zero):
 
 
 @njit(**JIT)
-def count_stale(since, rows, step):
+def count_stale(since, rows_at, count, step):
     """How many of these row numbers name a row that is not up to date."""
     stale = 0
-    for row in rows:
+    for row in ids_at(rows_at, count):
         stale += since[row] != step
     return stale
 
 
 @njit(**JIT)
-def mark(since, rows, step):
+def mark(since, rows_at, count, step):
     """Note that these rows are up to date at this step."""
-    for row in rows:
+    for row in ids_at(rows_at, count):
         since[row] = step

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from .bits import INNER, JIT
+from .bits import INNER, JIT, ids_at
 
 # Two passes of 12 bits cover 16 million rows, and 4096 counters still sit in the L1 cache.
 _DIGIT_BITS = 12
@@ -20,8 +20,9 @@ _SPLIT_BITS = 10
 
 
 @njit(**JIT)
-def first_outside(rows, row_count):
+def first_outside(rows_at, count, row_count):
     """The position of the first row number that is not in the table, or -1."""
+    rows = ids_at(rows_at, count)
     # As an unsigned number a negative one is large: one comparison finds both kinds, and the loop vectorises.
     limit = np.uint64(row_count)
     outside = np.uint64(0)

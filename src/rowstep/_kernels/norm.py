@@ -8,23 +8,25 @@ import numpy as np
 from numba import njit, prange
 
 from .adam import group_part, summed_gradient
-from .bits import CACHE_LINE, INLINE, JIT
+from .bits import CACHE_LINE, INLINE, JIT, ids_at
 from .group import next_row_start, split
 
 
 @njit(**JIT, parallel=True)
-def norm_parallel(power, sums, totals, bounds, rows, shift, row_bits, *arguments):
+def norm_parallel(power, sums, totals, bounds, rows_at, count, shift, row_bits, *arguments):
     """``norm_part`` for every part that there is a row of ``totals`` for."""
     parts = totals.shape[0]
-    split(rows, row_bits, parts, bounds)
+    split(ids_at(rows_at, count), row_bits, parts, bounds)
     for part in prange(parts):
-        norm_part(np.int64(part), power, sums, totals, bounds, rows, shift, row_bits, *arguments)
+        norm_part(np.int64(part), power, sums, totals, bounds, rows_at, count, shift, row_bits, *arguments)
 
 
 @njit(**JIT)
-def norm_part(part, power, sums, totals, bounds, rows, shift, row_bits, keys, spare, g_at, g_stride, g_like, columns):
+def norm_part(
+    part, power, sums, totals, bounds, rows_at, count, shift, row_bits, keys, spare, g_at, g_stride, g_like, columns
+):
     """Leave in ``sums[part]`` the sum of |g|^power over the rows of this part, or the largest |g| for power = inf."""
-    keys, last, total = group_part(part, totals, bounds, rows, shift, row_bits, keys, spare, columns)
+    keys, last, total = group_part(part, totals, bounds, rows_at, count, shift, row_bits, keys, spare, columns)
     g_bytes = columns * g_like.itemsize
     ahead = (last, g_at, g_bytes, 64 // (g_bytes // CACHE_LINE + 1) + 1, 0, 0, 0, 0, 0, 1)
     result = 0.0

@@ -35,12 +35,12 @@ def touch_state(optimizer: torch.optim.Optimizer) -> None:
 
 def check_agreement(name: str, ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> None:
     for p, q in zip(weights(ours), weights(theirs), strict=True):
-        _check_close(f"{name}: weights", p, q)
+        check_close(f"{name}: weights", p, q)
         for key in ("exp_avg", "exp_avg_sq"):
-            _check_close(f"{name}: {key}", ours.state[p][key], theirs.state[q][key])
+            check_close(f"{name}: {key}", ours.state[p][key], theirs.state[q][key])
 
 
-def _check_close(what: str, ours: Tensor, theirs: Tensor, at_a_time: int = 1_000_000) -> None:
+def check_close(what: str, ours: Tensor, theirs: Tensor, at_a_time: int = 1_000_000) -> None:
     # In parts: comparing two tables of 1.3 GB at once would need several more of that size.
     for start in range(0, len(ours), at_a_time):
         a, b = (tensor.detach()[start : start + at_a_time] for tensor in (ours, theirs))

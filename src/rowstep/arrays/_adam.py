@@ -1,0 +1,202 @@
+"""The two optimizers: settings, moments by name, one counter; no arithmetic."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from . import _backend, _files
+from ._operands import (
+    FLOATS,
+    FloatArray,
+    checked_gradient,
+    checked_name,
+    checked_param,
+    checked_rows,
+    native,
+    refuse_shared_memory,
+)
+from ._rule import Rule, rule_at
+from ._settings import Betas, NonNegative
+
+_SETTINGS = ("lr", "betas", "eps", "weight_decay")
+
+
+class Moments(NamedTuple):
+    """What is kept for a name, in the parameter's shape and dtype (in this machine's byte order)."""
+
+    exp_avg: FloatArray
+    exp_avg_sq: FloatArray
+
+
+class Adam:
+    """Adam with L2 weight decay folded into the gradient: g + weight_decay * p.
+
+    The settings are attributes and may be changed between steps, for instance by a schedule: ``optimizer.lr = 1e-4``.
+
+    Moments are stored in the parameter's dtype. In float16 the square of a gradient below 8e-3 is lost at the default
+    betas; train float32 parameters where gradients are that small.
+    """
+
+    decoupled_weight_decay = False
+
+    lr = NonNegative()
+    betas = Betas()
+    eps = NonNegative(zero_allowed=False)
+    weight_decay = NonNegative()
+
+    def __init__(
+        self,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
+        self._step = 1
+        self._moments: dict[str, Moments] = {}
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{key}={getattr(self, key)}" for key in _SETTINGS)
+        return f"{type(self).__name__}({settings}): iteration {self._step}, {len(self._moments)} names"
+
+    @property
+    def current_step(self) -> int:
+        """The iteration under way, from 1. It corrects the bias of everything stepped until ``end_iteration()``."""
+        return self._step
+
+    def end_iteration(self) -> None:
+        """Count an iteration: call it once, when all parameters have been stepped."""
+        self._step += 1
+
+    def step(self, name: str, param: NDArray[Any], grad: ArrayLike) -> None:
+        """Step every element of ``param`` in place. ``grad`` has its shape; any float dtype and any strides will do."""
+        p = checked_param(checked_name(name), param)
+        g = checked_gradient(name, grad, p.shape, p)
+        refuse_shared_memory(name, p, g, same_allowed=True)
+        backend = _backend.chosen()
+        m, v = self._moments_of(name, p)
+        backend.step(p, m, v, g, self._rule())
+
+    def step_rows(self, name: str, param: NDArray[Any], rows: ArrayLike, grad: ArrayLike) -> None:
+        """Step these rows of ``param``, along its first axis, and their moments in place; no other row moves.
+
+        ``grad`` holds one row for each of ``rows``: its shape is that of ``rows`` followed by that of a row. A row that
+        occurs several times is stepped once, by the sum of its gradients in order of occurrence.
+        """
+        p = checked_param(checked_name(name), param)
+        numbers = checked_rows(name, rows, p)
+        g = checked_gradient(name, grad, numbers.shape + p.shape[1:], p)
+        refuse_shared_memory(name, p, g, same_allowed=False)
+        backend = _backend.chosen()
+        m, v = self._moments_of(name, p)
+        if g.size:
+            g = g.reshape(numbers.size, *p.shape[1:])
+            backend.step_rows(p, m, v, numbers.reshape(-1), g, self._rule())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What ``load_state_dict`` needs. The arrays are the optimizer's own, not copies of them."""
+        return {
+            "step": self._step,
+            **{key: getattr(self, key) for key in _SETTINGS},
+            "decoupled_weight_decay": self.decoupled_weight_decay,
+            "state": {name: moments._asdict() for name, moments in self._moments.items()},
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over settings, counter and copies of the moments. What does not fit is refused as a whole."""
+        self._adopt(state_dict, copy=True)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write ``state_dict()`` to one ``.npz`` or ``.safetensors`` file, as the suffix says.
+
+        A crash in the middle leaves what was there before.
+        """
+        _files.save(path, self.state_dict())
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Take over what ``save`` wrote. A damaged or foreign file is refused, with nothing changed."""
+        state_dict = _files.load(path)
+        try:
+            self._adopt(state_dict, copy=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{os.fspath(path)} cannot be loaded: {error}") from error
+
+    def _rule(self) -> Rule:
+        return rule_at(
+            self._step,
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            decoupled=self.decoupled_weight_decay,
+        )
+
+    def _moments_of(self, name: str, param: FloatArray) -> Moments:
+        """The moments of this name, laid out in memory as the parameter is where that is C or Fortran order."""
+        dtype = native(param.dtype)
+        order: Any = "F" if param.flags.f_contiguous and not param.flags.c_contiguous else "C"
+        moments = self._moments.get(name)
+        if moments is None:
+            moments = Moments(*(np.zeros(param.shape, dtype, order) for _ in range(2)))
+        elif moments.exp_avg.shape != param.shape or moments.exp_avg.dtype != dtype:
+            raise ValueError(
+                f"{name!r}: the parameter has shape {param.shape} and dtype {dtype}, but the moments of this name have "
+                f"shape {moments.exp_avg.shape} and dtype {moments.exp_avg.dtype}; expected the array that the name "
+                "was first used for, or another name"
+            )
+        else:
+            moments = Moments(*(np.asarray(array, order=order) for array in moments))
+        self._moments[name] = moments
+        return moments
+
+    def _adopt(self, state_dict: Mapping[str, Any], *, copy: bool) -> None:
+        missing = {"step", *_SETTINGS, "decoupled_weight_decay", "state"} - set(state_dict)
+        if missing:
+            raise ValueError(
+                f"the state has no {', '.join(map(repr, sorted(missing)))}; expected what state_dict() returns"
+            )
+        step, decoupled = state_dict["step"], state_dict["decoupled_weight_decay"]
+        if type(step) is not int or not 1 <= step < 1 << 63:
+            raise ValueError(f"the state's step is {step!r}; expected an integer from 1")
+        if decoupled != self.decoupled_weight_decay:
+            owner = "AdamW" if decoupled else "Adam"
+            raise ValueError(f"the state is of {owner}, this is {type(self).__name__}; expected {owner} to load it")
+        loaded = Adam(**{key: state_dict[key] for key in _SETTINGS})
+        loaded._step = step
+        loaded._moments = {
+            checked_name(name): _checked_moments(name, moments, copy=copy)
+            for name, moments in state_dict["state"].items()
+        }
+        self.__dict__.update(loaded.__dict__)
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay: before its step, p shrinks by lr * weight_decay of itself."""
+
+    decoupled_weight_decay = True
+
+    def __init__(
+        self,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        super().__init__(lr, betas, eps, weight_decay)
+
+
+def _checked_moments(name: str, moments: Mapping[str, Any], *, copy: bool) -> Moments:
+    if set(moments) != set(Moments._fields):
+        raise ValueError(f"the state of {name!r} has {sorted(moments)}; expected {list(Moments._fields)}")
+    m, v = (np.array(moments[key], order="K") if copy else moments[key] for key in Moments._fields)
+    if native(m.dtype) not in FLOATS or (m.shape, m.dtype) != (v.shape, v.dtype):
+        raise ValueError(
+            f"the state of {name!r} is {m.dtype} of shape {m.shape} and {v.dtype} of shape {v.shape}; expected two "
+            "arrays of floats, alike"
+        )
+    return Moments(*(array.astype(native(array.dtype), order="K", copy=False) for array in (m, v)))

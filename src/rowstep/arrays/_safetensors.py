@@ -1,0 +1,90 @@
+"""The safetensors format, for floats: eight bytes that hold the header's length, the header as JSON, then the numbers.
+
+Written here rather than taken from the package of that name, which copies every array into bytes before it writes them.
+The numbers lie without gaps, little-endian and in C order, each array where ``data_offsets`` says.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from ._operands import FloatArray
+
+_METADATA = "__metadata__"
+_DTYPES: dict[str, np.dtype[Any]] = {"F16": np.dtype("<f2"), "F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
+_NAMES = {dtype.newbyteorder("="): name for name, dtype in _DTYPES.items()}
+_LONGEST_HEADER = 100_000_000  # the format's own limit
+
+
+def write(file: BinaryIO, metadata: dict[str, str], arrays: dict[str, FloatArray]) -> None:
+    """Write these arrays, the widest numbers first so that each is aligned."""
+    header: dict[str, Any] = {_METADATA: metadata}
+    keys = sorted(arrays, key=lambda key: -arrays[key].itemsize)
+    end = 0
+    for key in keys:
+        array = arrays[key]
+        start, end = end, end + array.nbytes
+        header[key] = {"dtype": _NAMES[array.dtype], "shape": array.shape, "data_offsets": (start, end)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for key in keys:
+        array = arrays[key]
+        file.write(np.ascontiguousarray(array, _DTYPES[_NAMES[array.dtype]]).reshape(-1).view(np.uint8).data)
+
+
+def read(file: BinaryIO) -> tuple[dict[str, str], dict[str, FloatArray]]:
+    """The metadata and the arrays. Whatever breaks the format is a ValueError; nothing is allocated on its word."""
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(size - 8, _LONGEST_HEADER):
+        raise ValueError(f"a file of {size} bytes cannot have a header of {length}")
+    header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError(f"its header is a {type(header).__name__}; expected an object")
+    metadata = header.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"its metadata is {metadata!r}; expected texts")
+    places = {key: _Place(key, entry) for key, entry in header.items()}
+    end = 0
+    for place in sorted(places.values(), key=lambda place: place.span):
+        if place.span[0] != end:
+            raise ValueError(f"{place.key!r} begins at {place.span[0]}; expected {end}, where the array before it ends")
+        end = place.span[1]
+    if 8 + length + end != size:
+        raise ValueError(f"it has {size} bytes; expected {8 + length + end}")
+    return metadata, {key: place.read(file, 8 + length) for key, place in places.items()}
+
+
+class _Place:
+    """Where one array lies, checked."""
+
+    def __init__(self, key: str, entry: Any) -> None:
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise ValueError(f"{key!r} is {entry!r}; expected dtype, shape and data_offsets")
+        if entry["dtype"] not in _NAMES.values():
+            raise ValueError(f"{key!r} has dtype {entry['dtype']!r}; expected {', '.join(_DTYPES)}")
+        self.key, self.dtype, self.shape = key, _DTYPES[entry["dtype"]], _sizes(key, entry["shape"])
+        offsets = _sizes(key, entry["data_offsets"])
+        self._nbytes = math.prod(self.shape) * self.dtype.itemsize
+        if len(offsets) != 2 or offsets[1] - offsets[0] != self._nbytes:
+            raise ValueError(f"{key!r} lies at {offsets}; expected {self._nbytes} bytes for the shape {self.shape}")
+        self.span = offsets[0], offsets[1]
+
+    def read(self, file: BinaryIO, start: int) -> FloatArray:
+        file.seek(start + self.span[0])
+        array = np.empty(self.shape, self.dtype)
+        if self._nbytes and file.readinto(array.reshape(-1).view(np.uint8).data) != self._nbytes:  # type: ignore[attr-defined]
+            raise ValueError(f"{self.key!r} ends before its {self._nbytes} bytes do")
+        return array
+
+
+def _sizes(key: str, values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError(f"{key!r} has {values!r}; expected a list of sizes")
+    return tuple(values)
