@@ -26,7 +26,15 @@ _HOME = {
     "select_rows_": "._rows",
 }
 
-__all__ = ["DeferredAdam", "DeferredAdamW", "SparseAdam", "StaleRowsError"]
+__all__ = [  # noqa: F822  found by __getattr__
+    "DeferredAdam",
+    "DeferredAdamW",
+    "SparseAdam",
+    "StaleRowsError",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "select_rows_",
+]
 
 
 def __getattr__(name: str) -> Any:

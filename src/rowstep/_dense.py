@@ -23,7 +23,7 @@ def update_all(items: Iterable[_Operands], group: Mapping[str, Any]) -> None:
     fused: list[_Operands] = []
     plain: list[_Operands] = []
     for param, grad, state in items:
-        if not isinstance(state["step"], Tensor):
+        if not (isinstance(state["step"], Tensor) and state["step"].is_floating_point()):
             state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32, device=param.device)
         (fused if _can_fuse(param, grad, state) else plain).append((param, grad, state))
     _call_torch(fused, group, fused=True)
@@ -34,7 +34,7 @@ def _can_fuse(param: Tensor, grad: Tensor, state: State) -> bool:
     step, m, v, dtype = state["step"], state["exp_avg"], state["exp_avg_sq"], param.dtype
     if not (param.is_cpu and step.is_cpu) and (param.device.type not in _FUSED or step.device != param.device):
         return False
-    u: Tensor = state.get("max_exp_avg_sq", m)
+    u = state["max_exp_avg_sq"] if "max_exp_avg_sq" in state else m  # noqa: SIM401  mypy: get may give None
     # torch's fused kernel walks the memory of all operands in step without looking at their strides: with a
     # gradient of another layout than the parameter's it silently computes nonsense (torch 2.13, CPU).
     return bool(

@@ -12,7 +12,8 @@ from torch.optim.optimizer import ParamsT, StateDict
 from . import _dense
 from ._backends import Backend
 from ._gradient import RowGradient, all_rows, nonzero_rows
-from ._optimizer import Group, RowOptimizer, Rows
+from ._optimizer import Group, RowOptimizer, Rows, Work
+from ._options import CHOICES
 from ._rule import row_rule
 from ._state import State, ensure_moments, ensure_row_steps
 
@@ -80,6 +81,12 @@ class SparseAdam(RowOptimizer):
         }
         super().__init__(params, defaults)
         self.skipped_rows = 0
+
+    def _collect(self, group_index: int, group: Group, backend: Backend) -> Work:
+        for name in ("bias_correction", "nonfinite"):  # a group can be edited after it was checked
+            if group[name] not in CHOICES[name]:
+                self._check_group(group, f" in group {group_index}")
+        return super()._collect(group_index, group, backend)
 
     def _as_rows(self, param: Tensor, grad: Tensor, state: State, group: Group) -> Rows | None:
         if grad.is_sparse:

@@ -54,7 +54,7 @@ def _load(name: str) -> Backend:
         warnings.warn(
             f"rowstep runs its slow reference implementation, because Numba could not be imported: {error}",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=7,  # past torch's wrappers around a step, at the line that called it
         )
         return reference
     return numba

@@ -34,7 +34,7 @@ _LIKE: dict[torch.dtype, Any] = {
 }
 
 # Below this many bytes of gradient, waking threads costs more than they save.
-_PARALLEL_FROM_BYTES = 256 << 10
+_PARALLEL_FROM_BYTES = 64 << 10
 
 # Numba's workqueue layer ends the process when two threads start parallel kernels at the same time.
 _parallel_region = threading.Lock()

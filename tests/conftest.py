@@ -1,0 +1,51 @@
+"""What every test gets: the two backends, one place for compiled kernels, and the thread count put back."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+
+def _kernel_cache() -> Path:
+    """A directory of compiled kernels that all runs share, until a kernel changes.
+
+    Numba looks at the file of the function it compiled and not at those of the functions it calls, so the name holds
+    a hash of all of them.
+    """
+    kernels = Path(__file__).parent.parent / "src" / "rowstep" / "_kernels"
+    digest = hashlib.sha256(str(Path.home()).encode())
+    for source in sorted(kernels.glob("*.py")):
+        digest.update(source.read_bytes())
+    return Path(tempfile.gettempdir()) / f"rowstep-kernels-{digest.hexdigest()[:16]}"
+
+
+# Numba reads it once, when it is imported, and only the first step on the numba backend does that.
+os.environ["NUMBA_CACHE_DIR"] = str(_kernel_cache())
+
+settings.register_profile("rowstep", deadline=None, derandomize=True, max_examples=50, database=None)
+settings.load_profile("rowstep")
+
+
+@pytest.fixture(params=["reference", "numba"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test of the update runs once on each backend."""
+    name: str = request.param
+    monkeypatch.setenv("ROWSTEP_BACKEND", name)
+    return name
+
+
+@pytest.fixture(autouse=True)
+def one_thread_and_one_seed() -> Iterator[None]:
+    """A test that wants more threads says so, and random numbers are the same in any order of tests."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
