@@ -26,7 +26,7 @@ _HOME = {
     "select_rows_": "._rows",
 }
 
-__all__ = [  # noqa: F822  found by __getattr__
+__all__ = [
     "DeferredAdam",
     "DeferredAdamW",
     "SparseAdam",

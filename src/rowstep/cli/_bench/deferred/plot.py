@@ -33,14 +33,12 @@ def _draw_losses(axes: Axes, curves: Curves) -> None:
     for name, width in ((DENSE, 7), (DEFERRED, 1.5), (SPARSE, 1.5)):
         axes.plot(curves.steps, curves.losses[name], color=COLOURS[name], linewidth=width, label=name)
     middle = len(curves.steps) // 2
-    for name, text, up in ((SPARSE, SPARSE, 1), (DENSE, f"{DENSE}\nand {DEFERRED}", -1)):
-        point = curves.steps[middle], curves.losses[name][middle]
-        side = {"ha": "left", "va": "bottom"} if up > 0 else {"ha": "right", "va": "top"}
-        colour = COLOURS[SPARSE if name == SPARSE else DEFERRED]
-        axes.annotate(text, point, (8 * up, 6 * up), textcoords="offset points", color=colour, **side)
-    ticks = [5 * 10.0**power for power in range(-6, 1)] + [2 * 10.0**power for power in range(-6, 1)]
+    step = curves.steps[middle]
+    _label(axes, SPARSE, SPARSE, (step, curves.losses[SPARSE][middle]), (8, 6))
+    _label(axes, DEFERRED, f"{DENSE}\nand {DEFERRED}", (step, curves.losses[DEFERRED][middle]), (-8, -6))
     low, high = axes.get_ylim()
-    axes.set_yticks([tick for tick in ticks if low < tick < high], minor=True)
+    between = [digit * 10.0**power for power in range(-9, 2) for digit in (2, 5)]
+    axes.set_yticks([tick for tick in between if low < tick < high], minor=True)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
     axes.set_ylabel("held-out loss (mean square)\nall users and items alike")
@@ -51,13 +49,24 @@ def _draw_distances(axes: Axes, curves: Curves) -> None:
     for name in (DEFERRED, SPARSE):
         # No distance at all, as at the start, has no place on a logarithmic axis.
         points = [(step, far) for step, far in zip(curves.steps, curves.distances(name), strict=True) if far > 0]
-        if not points:
-            continue
-        axes.plot(*zip(*points, strict=True), color=COLOURS[name], linewidth=1.5)
-        label = f"{name}: at most {max(far for _, far in points):.1g}"
-        axes.annotate(
-            label, points[-1], (0, 9), textcoords="offset points", color=COLOURS[name], ha="right", va="bottom"
-        )
+        if points:
+            steps, distances = zip(*points, strict=True)
+            axes.plot(steps, distances, color=COLOURS[name], linewidth=1.5)
+            _label(axes, name, f"{name}: at most {max(distances):.1g}", points[-1], (-1, 9))
     axes.margins(y=0.25)
     axes.set_ylabel("distance to\ndense Adam's loss")
     axes.set_xlabel("step")
+
+
+def _label(axes: Axes, name: str, text: str, point: tuple[float, float], away: tuple[int, int]) -> None:
+    """Write next to a curve, in its colour; `away` are points to the right and up."""
+    right, up = away
+    axes.annotate(
+        text,
+        point,
+        away,
+        textcoords="offset points",
+        color=COLOURS[name],
+        ha="left" if right > 0 else "right",
+        va="bottom" if up > 0 else "top",
+    )
