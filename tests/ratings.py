@@ -65,7 +65,11 @@ class TorchsTwo(Optimizer):
     """What torch has for a model with tables: SparseAdam for them, Adam for the rest. Here as one optimizer."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
-        tables = [module.weight for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+        tables = [
+            module.weight
+            for module in model.modules()
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        ]
         others = [param for param in model.parameters() if not any(param is table for table in tables)]
         self.parts = [torch.optim.SparseAdam(tables, **options), torch.optim.Adam(others, **options)]
         super().__init__([*tables, *others], self.parts[0].defaults)
@@ -76,7 +80,8 @@ class TorchsTwo(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for part in self.parts:
+        for part, group in zip(self.parts, self.param_groups, strict=True):
+            part.param_groups = [group]  # loading a state makes new ones
             part.step()
         return loss
 

@@ -13,6 +13,9 @@ import torch
 
 from rowstep.cli import main
 from rowstep.cli._bench import contenders
+from rowstep.cli._bench.deferred import accuracy, measures
+from rowstep.cli._bench.sparse import field
+from rowstep.cli._bench.timing import Measurement, Timing
 
 
 def test_demo_shows_neighbours_and_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,10 +74,84 @@ def test_bench_refuses_to_time_results_that_differ(
     def off_by_a_little(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SparseAdam(parameters, lr=1.001e-3)
 
-    monkeypatch.setattr(contenders, "SparseAdam", off_by_a_little)
+    monkeypatch.setattr(field, "SparseAdam", off_by_a_little)
     assert main(["bench", "--quick", "--only", "uniform-20k", "--out", str(tmp_path)]) == 1
     assert "weights differ from torch's" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_quick_deferred_bench_writes_all_measurements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["bench", "deferred", "--quick", "--repeats", "2", "--threads", "1", "--out", str(tmp_path)]
+    assert main(line) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        "catch-up before it",
+        "Flush of all rows",
+        "as long as torch Adam",
+        "in float64 at most",
+        "held-out loss",
+    ):
+        assert part in shown
+    assert _is_png(tmp_path / "deferred.png")
+
+    document = json.loads((tmp_path / "deferred.json").read_text())
+    measured = {(part["kind"], part["name"]): set(part["seconds"]) for part in document["measurements"]}
+    beside_dense = {measures.DEFERRED, measures.MADE_DENSE, contenders.ADAM}
+    assert measured == {
+        ("step", "zipf-20k"): {measures.DEFERRED, measures.SPARSE, contenders.TORCH},
+        ("step", "uniform-50k"): beside_dense,
+        ("flush", "zipf-20k"): {measures.DEFERRED, contenders.ADAM},
+        ("share", "5%-of-10k"): beside_dense,
+        ("share", "30%-of-10k"): beside_dense,
+    }
+    found = document["accuracy"]
+    assert found["float64"] <= accuracy.LARGEST_DIFFERENCE
+    assert found["float32"] <= found["torch_float32"]
+    losses = document["curves"]["losses"]
+    assert losses["DeferredAdam"] == pytest.approx(losses["dense Adam"], rel=1e-4)
+    assert losses["SparseAdam"] != pytest.approx(losses["dense Adam"], rel=1e-2)
+
+
+def test_deferred_bars_are_listed_for_what_was_measured(tmp_path: Path) -> None:
+    assert main(["bench", "deferred", "--only", "accuracy", "--out", str(tmp_path)]) == 0
+    bars = json.loads((tmp_path / "deferred.json").read_text())["bars"]
+    assert [(bar["limit"], bar["met"]) for bar in bars] == [(1e-13, True), (1, True)]
+    assert not (tmp_path / "deferred.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [({"lr": 1.001e-3}, "in float64"), ({"fused": True, "eps": 1e-4}, "weights differ")]
+)
+def test_deferred_bench_refuses_to_time_results_that_differ(
+    change: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Once the small table in float64, once the table that is timed."""
+    adam = torch.optim.Adam
+
+    def off_by_a_little(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+        return adam(parameters, **options | (change if options.get("fused") == change.get("fused") else {}))
+
+    monkeypatch.setattr(torch.optim, "Adam", off_by_a_little)
+    assert main(["bench", "deferred", "--quick", "--only", "flush", "--out", str(tmp_path)]) == 1
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_break_even_lies_between_the_shares_measured() -> None:
+    def measured(milliseconds: float) -> Measurement:
+        taken = {measures.DEFERRED: milliseconds, contenders.ADAM: 10, measures.MADE_DENSE: 100}
+        timings = {name: Timing((time,)) for name, time in taken.items()}
+        return Measurement("share", "", "", 1, timings, {}, 0.0)
+
+    shares = [(0.1, measured(5)), (0.2, measured(20))]
+    assert [(found.opponent, found.share) for found in measures.break_evens(shares)] == [
+        (contenders.ADAM, pytest.approx(0.15)),
+        (measures.MADE_DENSE, None),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ sqrt(v), as written here. torch.optim.Adam adds it to the corrected one, which i
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -80,6 +81,7 @@ def row_rule(
     return rule
 
 
+@functools.cache
 def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
     """The dtype the arithmetic runs in: the widest of what takes part, and never less than float32.
 

@@ -13,8 +13,9 @@ for all names: it starts at 1 and moves on ``end_iteration()`` only, so everythi
 bias correction. Arithmetic runs in float64; the parameter and its moments are stored in the parameter's own dtype.
 eps is added to the bias-corrected root of the second moment, as in torch.optim.Adam.
 
-The work is done by the kernels of the torch optimizers, in place and without temporaries of the parameter's size. Numba
-is imported at the first step. Where it is missing, or with ``ROWSTEP_BACKEND=reference``, NumPy does the work.
+The work is done by the kernels of the torch optimizers, in place and without temporaries of the parameter's size, on
+as many threads as ``numba.get_num_threads()`` says. Numba is imported at the first step. Where it is missing, or with
+``ROWSTEP_BACKEND=reference``, NumPy does the work.
 """
 
 from ._adam import Adam, AdamW

@@ -38,8 +38,8 @@ class Adam:
 
     The settings are attributes and may be changed between steps, for instance by a schedule: ``optimizer.lr = 1e-4``.
 
-    Moments are stored in the parameter's dtype. In float16 the square of a gradient below 8e-3 is lost at the default
-    betas; train float32 parameters where gradients are that small.
+    Moments are stored in the parameter's dtype. In float16, at the default betas, the square of a gradient below 5e-3
+    rounds to nothing, and what is then divided by it moves too far: keep parameters with such gradients in float32.
     """
 
     decoupled_weight_decay = False

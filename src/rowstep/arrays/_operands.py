@@ -49,6 +49,8 @@ def checked_param(name: str, param: object) -> FloatArray:
 
 def checked_gradient(name: str, grad: object, shape: tuple[int, ...], param: FloatArray) -> FloatArray:
     """The gradient as an array of this shape."""
+    if isinstance(grad, np.ma.MaskedArray):
+        raise TypeError(f"{name!r}: the gradient is a MaskedArray, whose mask would be ignored; expected a plain array")
     gradient = np.asarray(grad)
     if native(gradient.dtype) not in FLOATS:
         raise TypeError(f"{name!r}: the gradient has dtype {gradient.dtype}; expected {_EXPECTED_FLOATS}")
