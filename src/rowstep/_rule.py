@@ -17,12 +17,12 @@ sqrt(v), as written here. torch.optim.Adam adds it to the corrected one, which i
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # rowstep.arrays needs the rule, and no torch
+    from torch import Tensor
 
 
 @dataclass(slots=True)
@@ -58,10 +58,10 @@ def row_rule(
     maximize: bool,
     weight_decay: float,
     decoupled_weight_decay: bool,
-    amsgrad: bool,
-    per_row: bool,
-    skip_nonfinite: bool,
+    amsgrad: bool = False,
+    per_row: bool = False,
     corrected_eps: bool = False,
+    skip_nonfinite: bool = False,
 ) -> Rule:
     """The rule for a table's ``step``-th step under these options."""
     beta1, beta2 = betas
@@ -79,16 +79,3 @@ def row_rule(
         else:
             rule.decay = weight_decay
     return rule
-
-
-@functools.cache
-def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype the arithmetic runs in: the widest of what takes part, and never less than float32.
-
-    16-bit duplicates summed in 16 bits lose everything beyond 256 equal addends (bfloat16) or overflow (float16),
-    and the default eps rounds to 0 in float16, so that a first step with an explicit zero would divide 0 by 0.
-    """
-    widest = torch.float32
-    for dtype in dtypes:
-        widest = torch.promote_types(widest, dtype)
-    return widest

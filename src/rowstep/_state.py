@@ -13,6 +13,7 @@ taken, so checkpoints of both load, and both load ours.
 
 from __future__ import annotations
 
+import functools
 import mmap
 from typing import Any
 
@@ -73,3 +74,16 @@ def misfit(state: State, param: Tensor) -> str | None:
                 f"the parameter is {tuple(shape)} on {device}"
             )
     return None
+
+
+@functools.cache
+def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype the arithmetic runs in: the widest of what takes part, and never less than float32.
+
+    16-bit duplicates summed in 16 bits lose everything beyond 256 equal addends (bfloat16) or overflow (float16),
+    and the default eps rounds to 0 in float16, so that a first step with an explicit zero would divide 0 by 0.
+    """
+    widest = torch.float32
+    for dtype in dtypes:
+        widest = torch.promote_types(widest, dtype)
+    return widest

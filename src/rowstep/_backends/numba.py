@@ -8,7 +8,6 @@ strides of their own) are left to the reference.
 from __future__ import annotations
 
 import math
-import threading
 from typing import Any
 
 import numpy as np
@@ -20,9 +19,10 @@ from .._kernels import adam as kernels
 from .._kernels import catch_up as strides
 from .._kernels import group as grouping
 from .._kernels import norm as norms
-from .._rule import Rule, compute_dtype
+from .._kernels.launch import PARALLEL_FROM_BYTES, parallel_region, workspace
+from .._rule import Rule
 from .._schedule import Schedule
-from .._state import State
+from .._state import State, compute_dtype
 from . import reference
 
 # An empty array of a type tells the kernels how to read an address. For 16-bit floats see _kernels/bits.py.
@@ -32,42 +32,6 @@ _LIKE: dict[torch.dtype, Any] = {
     torch.float32: np.empty(0, np.float32),
     torch.float64: np.empty(0, np.float64),
 }
-
-# Below this many bytes of gradient, waking threads costs more than they save.
-_PARALLEL_FROM_BYTES = 256 << 10
-
-# Numba's workqueue layer ends the process when two threads start parallel kernels at the same time.
-_parallel_region = threading.Lock()
-
-
-class _Workspace(threading.local):
-    """Memory kept between steps: fresh memory costs a page fault for every 512 ids."""
-
-    def __init__(self) -> None:
-        self.keys = self.spare = np.empty(0, np.uint64)
-        self._bounds = np.zeros((3, 2), np.int64)
-        self._totals: dict[tuple[int, int, torch.dtype], Any] = {}
-
-    def reserve(self, count: int) -> None:
-        """Make room to sort this many keys."""
-        if self.keys.size < count:
-            self.keys, self.spare = np.empty(count, np.uint64), np.empty(count, np.uint64)
-
-    def bounds(self, parts: int) -> Any:
-        """Where each part of the work begins, a row number and a place among the keys, and what it has skipped."""
-        if self._bounds.shape[1] != parts + 1:
-            self._bounds = np.zeros((3, parts + 1), np.int64)
-        return self._bounds
-
-    def totals(self, parts: int, columns: int, dtype: torch.dtype) -> Any:
-        """For each part of the work a row to sum in."""
-        key = parts, columns, dtype
-        if key not in self._totals:
-            self._totals[key] = np.empty((parts, columns), _LIKE[dtype].dtype)
-        return self._totals[key]
-
-
-_workspace = _Workspace()
 
 
 def first_outside(gradient: RowGradient) -> int | None:
@@ -83,7 +47,7 @@ def has_nonfinite(gradient: RowGradient) -> bool:
     if not gradient.values.is_cpu or gradient.is_empty:
         return reference.has_nonfinite(gradient)
     values = _addressable(gradient.values)
-    total = _workspace.totals(1, gradient.columns, compute_dtype(values.dtype))[0]
+    total = _totals(1, gradient.columns, values.dtype)[0]
     arguments = (*_keys_for(gradient, parts=1), values.data_ptr(), _row_stride(values), _LIKE[values.dtype])
     return bool(kernels.any_nonfinite(total, gradient.row_count, *arguments))
 
@@ -94,14 +58,14 @@ def norm(gradient: RowGradient, power: float) -> float:
         return reference.norm(gradient, power)
     values = _addressable(gradient.values)
     threads = _threads_for(values.numel() * values.element_size())
-    bounds, sums = _workspace.bounds(threads), np.zeros(threads)
-    totals = _workspace.totals(threads, gradient.columns, compute_dtype(values.dtype))
+    bounds, sums = workspace.bounds(threads), np.zeros(threads)
+    totals = _totals(threads, gradient.columns, values.dtype)
     arguments = (totals, bounds, *_keys_for(gradient, parts=threads), values.data_ptr(), _row_stride(values))
     if threads == 1:
         bounds[0, 1] = gradient.row_count
         norms.norm_part(0, power, sums, *arguments, _LIKE[values.dtype], gradient.columns)
     else:
-        with _parallel_region:
+        with parallel_region:
             norms.norm_parallel(power, sums, *arguments, _LIKE[values.dtype], gradient.columns)
     return float(sums.max() if power == math.inf else sums.sum() ** (1 / power))
 
@@ -116,9 +80,9 @@ def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule) -> in
 
     values = _addressable(gradient.values)
     threads = _threads_for(values.numel() * values.element_size())
-    bounds = _workspace.bounds(threads)
+    bounds = workspace.bounds(threads)
     arguments = (
-        _workspace.totals(threads, gradient.columns, compute_dtype(param.dtype, m.dtype, values.dtype)),
+        _totals(threads, gradient.columns, param.dtype, m.dtype, values.dtype),
         bounds,
         *_keys_for(gradient, parts=threads),
         param.data_ptr(),
@@ -146,7 +110,7 @@ def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule) -> in
         bounds[0, 1] = gradient.row_count
         kernels.update_part(0, *arguments)
     else:
-        with _parallel_region:
+        with parallel_region:
             kernels.update_parallel(*arguments)
     # Autograd did not see the writes, and must know that what it saved for a backward pass is out of date.
     torch.autograd.graph.increment_version(param)
@@ -183,7 +147,7 @@ def catch_up(param: Tensor, state: State, since: Tensor, schedule: Schedule, row
         schedule.eps,
     )
     threads = _threads_for(len(rows) * columns * param.element_size())
-    scratch = _workspace.totals(2 * threads, columns, compute_dtype(param.dtype, m.dtype)).reshape(threads, 2, columns)
+    scratch = _totals(2 * threads, columns, param.dtype, m.dtype).reshape(threads, 2, columns)
     if isinstance(rows, range):
         serial, parallel = strides.catch_up_range, strides.catch_up_range_parallel
         work: tuple[Any, ...] = (rows.start, rows.stop)
@@ -193,7 +157,7 @@ def catch_up(param: Tensor, state: State, since: Tensor, schedule: Schedule, row
     if threads == 1:
         serial(0, scratch, *work, *arguments)
     else:
-        with _parallel_region:
+        with parallel_region:
             parallel(scratch, *work, *arguments)
 
 
@@ -220,15 +184,15 @@ def _are_addressable(param: Tensor, m: Tensor, v: Tensor, u: Tensor | None) -> b
 
 
 def _threads_for(byte_count: int) -> int:
-    return 1 if byte_count < _PARALLEL_FROM_BYTES else torch.get_num_threads()
+    return 1 if byte_count < PARALLEL_FROM_BYTES else torch.get_num_threads()
 
 
 def _keys_for(gradient: RowGradient, parts: int) -> tuple[int, int, int, int, Any, Any]:
-    """What the kernels group by: row numbers, how many bits of a key are its position and its row, room for keys."""
-    address, count = _ids(gradient.rows)
-    _workspace.reserve(count + parts)
-    position_bits, row_bits = (count - 1).bit_length(), (gradient.row_count - 1).bit_length()
-    return address, count, position_bits, row_bits, _workspace.keys, _workspace.spare
+    return workspace.grouping(*_ids(gradient.rows), gradient.row_count, parts)
+
+
+def _totals(parts: int, columns: int, *dtypes: torch.dtype) -> Any:
+    return workspace.totals(parts, columns, _LIKE[compute_dtype(*dtypes)].dtype)
 
 
 def _ids(rows: Tensor) -> tuple[int, int]:

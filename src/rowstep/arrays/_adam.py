@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .._rule import Rule, row_rule
 from . import _backend, _files
 from ._operands import (
     FLOATS,
@@ -20,7 +21,6 @@ from ._operands import (
     native,
     refuse_shared_memory,
 )
-from ._rule import Rule, rule_at
 from ._settings import Betas, NonNegative
 
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
@@ -127,13 +127,15 @@ class Adam:
             raise ValueError(f"{os.fspath(path)} cannot be loaded: {error}") from error
 
     def _rule(self) -> Rule:
-        return rule_at(
-            self._step,
+        return row_rule(
             lr=self.lr,
             betas=self.betas,
             eps=self.eps,
+            step=self._step,
+            maximize=False,
             weight_decay=self.weight_decay,
-            decoupled=self.decoupled_weight_decay,
+            decoupled_weight_decay=self.decoupled_weight_decay,
+            corrected_eps=True,
         )
 
     def _moments_of(self, name: str, param: FloatArray) -> Moments:

@@ -10,9 +10,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from .._rule import Rule
 from . import _reference
 from ._operands import FloatArray
-from ._rule import Rule
 
 
 class Backend(Protocol):

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from .._kernels import adam, dense
 from .._kernels.launch import PARALLEL_FROM_BYTES, parallel_region, workspace
+from .._rule import Rule
 from . import _reference
 from ._operands import FloatArray
-from ._rule import Rule
 
 # Gradient numbers widened at a time: 8 KB, so that they stay in the first-level cache beside what is updated.
 _BLOCK = 1024
@@ -35,7 +35,8 @@ def step(p: FloatArray, m: FloatArray, v: FloatArray, g: FloatArray, rule: Rule)
     with blocks:
         for block in blocks:
             threads = _threads_for(block[3])
-            arguments = (workspace.totals(threads, _BLOCK, np.float64), *map(_bits, block), *rule)
+            scalars = (rule.beta1, rule.beta2, rule.eps, rule.step_size, rule.shrink, rule.decay)
+            arguments = (workspace.totals(threads, _BLOCK, np.float64), *map(_bits, block), *scalars)
             if threads == 1:
                 dense.step_part(0, *arguments)
             else:

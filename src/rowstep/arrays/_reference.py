@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from .._rule import Rule
 from ._operands import FloatArray
-from ._rule import Rule
 
 # Elements at a time: four arrays of them and as many temporaries fit in a cache of 1 MB.
 _BLOCK = 8192
 
 
 def updated(p: FloatArray, m: FloatArray, v: FloatArray, g: FloatArray, rule: Rule) -> tuple[FloatArray, ...]:
-    """The equations of ``_rule``, for float64 arrays: the new p, m and v."""
+    """The equations of ``rowstep._rule``, for float64 arrays: the new p, m and v."""
     if rule.shrink is not None:
         p = p * rule.shrink
     if rule.decay is not None:

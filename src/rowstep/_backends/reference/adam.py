@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..._gradient import RowGradient
-from ..._rule import Rule, compute_dtype
-from ..._state import State
+from ..._rule import Rule
+from ..._state import State, compute_dtype
 
 
 def first_outside(gradient: RowGradient) -> int | None:

@@ -6,9 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..._rule import compute_dtype
 from ..._schedule import EBAR, M0, M2, M3, M4, M5, SAFE, Schedule
-from ..._state import State
+from ..._state import State, compute_dtype
 from .adam import RowsOf
 
 # A momentum this small moves nothing any more, and denormal numbers are slow.
