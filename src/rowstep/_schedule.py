@@ -72,6 +72,7 @@ class Schedule:
         # Per step, in a ring over its number: lr with bias correction, sqrt(1 - beta2^t), and the logarithm of what
         # weight decay has left since this schedule began.
         self.rate, self.root, self.decayed = np.zeros(capacity), np.ones(capacity), np.zeros(capacity)
+        self._decayed_excess = 0.0
         self.frozen = np.zeros((capacity, COLUMNS))
         self.window = np.zeros((length + 1, COLUMNS))
         self.beta1_powers = beta1 ** np.arange(capacity + 1, dtype=np.float64)
@@ -85,19 +86,25 @@ class Schedule:
             self._undo = rho ** -np.arange(length) if self.ratio else np.zeros((7, length))
             self._redo = rho ** np.arange(1, length + 1)
 
-    def advance(self, lr: float, weight_decay: float) -> None:
-        """Record one more step, and bring the coefficients of every gap up to it."""
+    def advance(self, lr: Any, weight_decay: float) -> None:
+        """Record one more step, and bring the coefficients of every gap up to it.
+
+        A Tensor lr is computed with in its own dtype, as torch does.
+        """
         beta1, beta2 = self.betas
-        kept = 1 - lr * weight_decay
+        kept = float(1 - lr * weight_decay)
         if kept <= 0:
-            raise ValueError(f"lr * weight_decay is {lr * weight_decay}; deferred steps need it below 1")
+            raise ValueError(f"lr * weight_decay is {float(lr * weight_decay)}; deferred steps need it below 1")
         self.step += 1
         root = math.sqrt(1 - beta2**self.step)
-        rate = lr * root / (1 - beta1**self.step)
+        rate = float(lr * root / (1 - beta1**self.step))
         slot, before = self.step % self.capacity, (self.step - 1) % self.capacity
         self.rate[slot], self.root[slot] = rate, root
-        self.decayed[slot] = self.decayed[before] + math.log(kept)
-        if self.decayed[slot] < -64:  # only differences count, and those of small numbers are the better ones
+        # Kahan's sum: thousands of equal addends would round the same way every time.
+        addend = math.log(kept) - self._decayed_excess
+        self.decayed[slot] = self.decayed[before] + addend
+        self._decayed_excess = (self.decayed[slot] - self.decayed[before]) - addend
+        if self.decayed[slot] < -1:  # only differences count, and those of small numbers are the better ones
             self.decayed -= self.decayed[slot]
         self._recent_rate[1:] = self._recent_rate[:-1] * kept
         self._recent_rate[0] = rate
@@ -146,4 +153,6 @@ class Schedule:
         slots = np.arange(since + 1, since + count + 1) % self.capacity
         powers = np.arange(1, count + 1)
         kept = np.exp(self.decayed[self.step % self.capacity] - self.decayed[slots])
-        return self.rate[slots] * kept * self.ratio**powers, self.eps * self.root[slots] * self.growth**powers
+        with np.errstate(over="ignore"):  # an e beyond float64 belongs to a term that is 0
+            e = self.eps * self.root[slots] * self.growth**powers
+        return self.rate[slots] * kept * self.ratio**powers, e

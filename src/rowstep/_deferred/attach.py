@@ -6,12 +6,14 @@ eval mode, or other weights are loaded into it, the whole table. A copy of the m
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import weakref
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
 
@@ -37,7 +39,11 @@ class _Hooks:
     def _before_lookup(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = args[0] if args else kwargs.get("input")
         owner = self._owner()
-        if owner is not None and isinstance(ids, Tensor):
+        if owner is None or not isinstance(ids, Tensor) or isinstance(ids, FakeTensor):
+            return  # shapes are being traced: no row is read
+        if torch._C._functorch.is_functorch_wrapped_tensor(ids):
+            owner.bring_up_to_date(cast(Tensor, module.weight), None)  # which rows vmap will read cannot be seen here
+        else:
             owner.bring_up_to_date(cast(Tensor, module.weight), ids)
 
     def _before_whole_read(self, module: nn.Module, *_: Any) -> None:
@@ -75,11 +81,11 @@ class _Attached(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._rowstep_hooks.flush(self)
-        make, arguments, state, *rest = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
+        _, _, state, *rest = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
         state = dict(state)
         state.pop("_rowstep_hooks").remove_from(state)
-        original = type(self).__mro__[2]
-        return make, tuple(original if a is type(self) else a for a in arguments), state, *rest
+        # As copyreg makes an object without calling its constructor; pickle lets no other class through __newobj__.
+        return copyreg._reconstructor, (type(self).__mro__[2], object, None), state, *rest  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.optim.optimizer import ParamsT, StateDict
 from .. import _backends
 from .._backends import Backend
 from .._gradient import RowGradient, by_first_dimension, outside_message, rows_of_first_dimension
-from .._optimizer import Group, RowOptimizer, Rows
+from .._optimizer import Group, RowOptimizer, Rows, Work
 from .._rule import row_rule
 from .._schedule import check_betas
 from .._state import State, ensure_moments
@@ -46,6 +47,7 @@ class DeferredAdam(RowOptimizer):
             raising :class:`StaleRowsError`. Those gradients then belong to weights that lack the momentum (and weight
             decay) of the steps a row has waited: the run is no longer dense Adam's, though close to it where rows
             return often.
+        weight_decay: refused unless 0. L2 folded into the gradient cannot be deferred; see :class:`DeferredAdamW`.
     """
 
     def __init__(
@@ -58,17 +60,24 @@ class DeferredAdam(RowOptimizer):
         amsgrad: bool = False,
         maximize: bool = False,
         allow_stale: bool = False,
+        weight_decay: float = 0.0,
     ) -> None:
-        options = {"amsgrad": amsgrad, "maximize": maximize, "weight_decay": 0.0, "decoupled_weight_decay": False}
+        decay = {"weight_decay": weight_decay, "decoupled_weight_decay": False}
+        options = {"amsgrad": amsgrad, "maximize": maximize} | decay
         self._construct(params, {"lr": lr, "betas": betas, "eps": eps} | options, allow_stale)
 
     def _construct(self, params: ParamsT | nn.Module, defaults: dict[str, Any], allow_stale: bool) -> None:
         self.allow_stale = allow_stale
-        self._tables: dict[Tensor, Table] = {}
         self._attached: list[nn.Module] = []
+        self._begin_tables()
         super().__init__(params.parameters() if isinstance(params, nn.Module) else params, defaults)
         if isinstance(params, nn.Module):
             self._attach_all(params)
+
+    def _begin_tables(self) -> None:
+        self._tables: dict[Tensor, Table] = {}
+        # A model may outlive its optimizer: whatever rows still wait then are brought up to date.
+        weakref.finalize(self, _flush_all, self._tables).atexit = False
 
     def _check_group(self, group: Mapping[str, Any], where: str) -> None:
         super()._check_group(group, where)
@@ -123,8 +132,7 @@ class DeferredAdam(RowOptimizer):
         """Bring every row of ``param``, or of all parameters, up to date."""
         if param is not None:
             self._group_of(param)
-        for table in self._tables.values() if param is None else filter(None, [self._tables.get(param)]):
-            table.flush(_backends.chosen())
+        _flush_all(self._tables if param is None else {p: t for p, t in self._tables.items() if p is param})
 
     @contextlib.contextmanager
     def up_to_date(self, param: Tensor) -> Iterator[Tensor]:
@@ -157,11 +165,14 @@ class DeferredAdam(RowOptimizer):
 
     # Stepping
 
+    def _collect(self, group_index: int, group: Group, backend: Backend) -> Work:
+        self._check_group(group, f" in group {group_index}")  # it can be edited after it was checked
+        return super()._collect(group_index, group, backend)
+
     def _as_rows(self, param: Tensor, grad: Tensor, state: State, group: Group) -> Rows | None:
         return Rows(param, rows_of_first_dimension(grad)) if grad.is_sparse else None
 
     def _check_gradient(self, param: Tensor, grad: Tensor, item: Rows | None, group: Group, backend: Backend) -> None:
-        _check_decay(group)
         table = self._tables.get(param)
         if table is None or self.allow_stale:
             return
@@ -195,7 +206,7 @@ class DeferredAdam(RowOptimizer):
             )
             backend.update(param, state, gradient, rule)
         state["step"] += 1
-        table.advance(gradient.rows, float(group["lr"]), group["weight_decay"], backend)
+        table.advance(gradient.rows, group["lr"], group["weight_decay"], backend)
 
     def _step_dense(self, items: list[tuple[Tensor, Tensor]], group: Group, backend: Backend) -> None:
         tables = [self._tables[param] for param, _ in items if param in self._tables]
@@ -204,25 +215,31 @@ class DeferredAdam(RowOptimizer):
             self._settle(table.param, table, backend)
         super()._step_dense(items, group, backend)
         for table in tables:
-            table.advance(None, float(group["lr"]), group["weight_decay"], backend)
+            table.advance(None, group["lr"], group["weight_decay"], backend)
 
     def _make_table(self, param: Tensor, lead: tuple[int, ...]) -> Table:
         """Begin to defer: every row is up to date now, with the steps that the parameter has taken so far."""
         group, state = self._group_of(param), self.state[param]
-        ensure_moments(state, param, amsgrad=group["amsgrad"])
-        if not isinstance(state["step"], Tensor):
-            state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32)
-        table = self._tables[param] = Table(param, state, lead, _options(group), int(state["step"]))
+        with torch.inference_mode(False):  # what is made here outlives a block of inference
+            ensure_moments(state, param, amsgrad=group["amsgrad"])
+            if not isinstance(state["step"], Tensor):
+                state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32)
+            table = self._tables[param] = Table(param, state, lead, _options(group), int(state["step"]))
         return table
 
     def _settle(self, param: Tensor, table: Table, backend: Backend) -> None:
         """See whether betas, eps or amsgrad have been changed since the last step."""
         group = self._group_of(param)
-        if _options(group) != table.options:
-            self._check_group(group, "")
-            table.flush(backend)
-            ensure_moments(self.state[param], param, amsgrad=group["amsgrad"])
-            table.adopt(_options(group), backend)
+        if _options(group) == table.options:
+            return
+        self._check_group(group, "")
+        table.flush(backend)
+        state = self.state[param]
+        ensure_moments(state, param, amsgrad=group["amsgrad"])
+        if group["amsgrad"]:  # what the next step's maximum will be at least, also of a row that waits
+            largest = state["max_exp_avg_sq"]
+            torch.maximum(largest, state["exp_avg_sq"] * group["betas"][1], out=largest)
+        table.adopt(_options(group), backend)
 
     def _operate(self, param: Tensor, change: Callable[[State], None]) -> None:
         table = self._tables.get(param)
@@ -253,7 +270,7 @@ class DeferredAdam(RowOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_attached" in state:  # a copy or an unpickled optimizer, not a loaded state dict
-            self._tables = {}
+            self._begin_tables()
             for module in self._attached:
                 attach(module, self)
 
@@ -279,6 +296,11 @@ class DeferredAdamW(DeferredAdam):
         decay = {"weight_decay": weight_decay, "decoupled_weight_decay": True}
         options = {"amsgrad": amsgrad, "maximize": maximize}
         self._construct(params, {"lr": lr, "betas": betas, "eps": eps} | decay | options, allow_stale)
+
+
+def _flush_all(tables: Mapping[Tensor, Table]) -> None:
+    for table in tables.values():
+        table.flush(_backends.chosen())
 
 
 def _options(group: Group) -> Options:

@@ -67,7 +67,7 @@ class Table:
             self._begin(options, self.step)
             self._began_at = self.step
 
-    def advance(self, rows: Tensor | None, lr: float, weight_decay: float, backend: Backend) -> None:
+    def advance(self, rows: Tensor | None, lr: float | Tensor, weight_decay: float, backend: Backend) -> None:
         """Count a step that has moved these rows, or all of them, and let the others wait."""
         self.schedule.advance(lr, weight_decay)
         if rows is None:

@@ -101,4 +101,4 @@ class RowsOf:
 
     def write(self, tensor: Tensor, values: Tensor) -> None:
         table = self._table(tensor)
-        table.index_put_(self._index, values.reshape(-1, *table.shape[len(self._index) :]).to(table.dtype))
+        table.index_put_(self._index, values.reshape(len(values), *table.shape[len(self._index) :]).to(table.dtype))
