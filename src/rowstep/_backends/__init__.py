@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from typing import Protocol
 
 from torch import Tensor
 
+from .._choice import choose
 from .._gradient import RowGradient
 from .._rule import Rule
 from .._schedule import Schedule
 from .._state import State
-from . import reference
 
 
 class Backend(Protocol):
@@ -42,19 +41,6 @@ def chosen() -> Backend:
 
 @functools.cache
 def _load(name: str) -> Backend:
-    if name not in ("", "numba", "reference"):
-        raise ValueError(f"ROWSTEP_BACKEND is {name!r}; expected 'numba' or 'reference'")
-    if name == "reference":
-        return reference
-    try:
-        from . import numba
-    except ImportError as error:
-        if name == "numba":
-            raise
-        warnings.warn(
-            f"rowstep runs its slow reference implementation, because Numba could not be imported: {error}",
-            RuntimeWarning,
-            stacklevel=7,  # past torch's wrappers around a step, at the line that called it
-        )
-        return reference
-    return numba
+    # 7: past torch's wrappers around a step, at the line that called it
+    backend: Backend = choose(name, f"{__name__}.numba", f"{__name__}.reference", stacklevel=7)
+    return backend

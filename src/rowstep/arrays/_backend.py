@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .._choice import choose
 from .._rule import Rule
-from . import _reference
 from ._operands import FloatArray
 
 
@@ -31,19 +30,6 @@ def chosen() -> Backend:
 
 @functools.cache
 def _load(name: str) -> Backend:
-    if name not in ("", "numba", "reference"):
-        raise ValueError(f"ROWSTEP_BACKEND is {name!r}; expected 'numba' or 'reference'")
-    if name == "reference":
-        return _reference
-    try:
-        from . import _compiled
-    except ImportError as error:
-        if name == "numba":
-            raise
-        warnings.warn(
-            f"rowstep.arrays runs its slow NumPy implementation, because Numba could not be imported: {error}",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-        return _reference
-    return _compiled
+    package = __name__.rpartition(".")[0]
+    backend: Backend = choose(name, f"{package}._compiled", f"{package}._reference", stacklevel=4)
+    return backend
