@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check stress format bench clean clean-cache
+.PHONY: demo test check stress integration format bench clean clean-cache
 
 demo: $(READY)
 	$(BIN)/rowstep demo
@@ -21,6 +21,12 @@ check: $(READY)
 # What takes too long for CI: the full matrices and the run of 1.2 million steps.
 stress: $(READY)
 	ROWSTEP_LONG=1 $(BIN)/pytest -n 2 --dist worksteal
+
+# Training with other people's packages, which are installed on top.
+integration: $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-integration.txt \
+		torch==2.13.0 -e '.[dev,integration]'
+	ROWSTEP_INTEGRATION=1 $(BIN)/pytest tests/integration
 
 format: $(READY)
 	$(BIN)/ruff format .

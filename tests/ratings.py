@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -32,14 +31,14 @@ class Taste(nn.Module):
         liking: Tensor = self.layer(self.users(users) * self.items(items)).squeeze(-1)
         return liking
 
-    def loss(self, users: Tensor, items: Tensor, liking: Tensor) -> Tensor:
+    def loss(self, users: Tensor, items: Tensor, liking: Tensor) -> Any:
         return (self(users, items) - liking).square().mean()
 
     @torch.no_grad()
     def error(self) -> float:
         """How far it is from all ratings."""
         self.eval()
-        error = self.loss(*ratings(self.layer.weight.dtype)).item()
+        error: float = self.loss(*ratings(self.layer.weight.dtype)).item()
         self.train()
         return error
 
@@ -105,23 +104,16 @@ class Rivals(NamedTuple):
         ``train`` gets a model and what makes its optimizer, and returns the model to look at if it is another one.
         """
         trained: list[Taste] = []
-        alive: list[Optimizer] = []
         for make, sparse in ((self.ours, True), (self.theirs, self.sparse)):
             model = Taste(sparse=sparse, dtype=dtype)
             before = model.error()
-            model = train(model, functools.partial(_made, alive, make)) or model
+            model = train(model, make) or model
             assert model.error() < 0.75 * before
             trained.append(model)
         if tolerance is None:
             return
         for one, other in zip(trained[0].parameters(), trained[1].parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
-
-
-def _made(alive: list[Optimizer], make: Make, model: nn.Module) -> Optimizer:
-    """Rows still wait when a training function returns, and its optimizer must not be gone when they are read."""
-    alive.append(make(model))
-    return alive[-1]
 
 
 RIVALS = {

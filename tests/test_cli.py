@@ -85,7 +85,7 @@ def test_quick_deferred_bench_writes_all_measurements(tmp_path: Path, capsys: py
     assert main(line) == 0
     shown = capsys.readouterr().out
     for part in (
-        "catch-up before it",
+        "catch-up before it, when",
         "Flush of all rows",
         "as long as torch Adam",
         "in float64 at most",

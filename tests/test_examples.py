@@ -18,3 +18,15 @@ def test_ratings_are_learned_with_numpy_alone() -> None:
     losses = runpy.run_path(str(EXAMPLES / "numpy_only.py"))["main"](epochs=8)
     assert len(losses) == 9
     assert losses[-1] < losses[0] / 10
+
+
+def test_a_recommender_finds_the_next_pick() -> None:
+    before, after = runpy.run_path(str(EXAMPLES / "recommender.py"))["main"](users=1000, items=500, epochs=3)
+    assert before < 0.05
+    assert after > 0.35
+
+
+def test_word_vectors_tell_true_contexts_from_drawn_ones() -> None:
+    before, after = runpy.run_path(str(EXAMPLES / "word2vec.py"))["main"](epochs=3)
+    assert before < 0.55
+    assert after > 0.65

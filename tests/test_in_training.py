@@ -17,7 +17,7 @@ from torch.optim import Optimizer, lr_scheduler, swa_utils
 import rowstep
 from gradients import Snapshot
 from ratings import RATE, RIVALS, Make, Rivals, Taste, batches
-from rowstep import DeferredAdam
+from rowstep import DeferredAdam, DeferredAdamW, SparseAdam
 
 
 @pytest.fixture(params=RIVALS)
@@ -84,20 +84,23 @@ def test_schedulers(rivals: Rivals, name: str) -> None:
     rivals.assert_learn_alike(train)
 
 
-@pytest.mark.xfail(reason="the hooks hold the optimizer weakly, and what waits is lost with it", strict=True)
-def test_rows_that_wait_are_not_lost_with_the_optimizer() -> None:
-    def trained(make: Make, sparse: bool) -> Taste:
-        model = Taste(sparse=sparse)
-        optimizer = make(model)
-        for batch in batches(20):
-            optimizer.zero_grad()
-            model.loss(*batch).backward()
-            optimizer.step()
-        return model
+not_all = pytest.mark.xfail(
+    reason="its groups hold decoupled_weight_decay, which its constructor does not take",
+    raises=TypeError,
+    strict=True,
+)
 
-    rivals = RIVALS["DeferredAdam"]
-    ours, theirs = trained(rivals.ours, sparse=True), trained(rivals.theirs, sparse=False)
-    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+
+@pytest.mark.parametrize(
+    "cls", [SparseAdam, pytest.param(DeferredAdam, marks=not_all), pytest.param(DeferredAdamW, marks=not_all)]
+)
+def test_an_optimizer_can_be_made_again_from_its_group(cls: Any) -> None:
+    """As PyKEEN does it. torch's Adam can, its AdamW cannot."""
+    model = Taste()
+    optimizer = cls(model.parameters(), lr=RATE)
+    (group,) = optimizer.param_groups
+    again = cls(**group)
+    assert again.param_groups == optimizer.param_groups
 
 
 def clip(model: nn.Module, norm: float) -> None:
@@ -154,11 +157,17 @@ def test_clipping_in_a_hook_of_the_optimizer(rivals: Rivals) -> None:
     rivals.assert_learn_alike(train)
 
 
-@pytest.mark.parametrize("average", [swa_utils.get_ema_multi_avg_fn(0.9), swa_utils.get_swa_multi_avg_fn()])
-def test_averaged_weights(rivals: Rivals, average: Any) -> None:
+AVERAGES: dict[str, Any] = {
+    "EMA": swa_utils.get_ema_multi_avg_fn(0.9),  # type: ignore[no-untyped-call]
+    "SWA": swa_utils.get_swa_multi_avg_fn(),  # type: ignore[no-untyped-call]
+}
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+def test_averaged_weights(rivals: Rivals, name: str) -> None:
     def train(model: Taste, make: Make) -> Taste:
         optimizer = make(model)
-        averaged = swa_utils.AveragedModel(model, multi_avg_fn=average)
+        averaged = swa_utils.AveragedModel(model, multi_avg_fn=AVERAGES[name])
         for number, batch in enumerate(batches(2 * STEPS)):
             optimizer.zero_grad()
             model.loss(*batch).backward()

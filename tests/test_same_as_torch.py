@@ -113,13 +113,13 @@ def test_float64_agrees_to_its_last_bits() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_any_number_of_threads_gives_the_same_bits(dtype: torch.dtype) -> None:
-    from rowstep._backends import numba
+    from rowstep._kernels.launch import PARALLEL_FROM_BYTES
 
     start = table(3000, 17, dtype=dtype)
     # Zipf-like: a few rows hold most occurrences, so a cut between two threads falls inside a row's duplicates.
     ids = (3000 * torch.rand(5, 6000) ** 4).long()
     grads = [rows_of(start, some) for some in ids]
-    assert grads[0]._values().nbytes >= numba.PARALLEL_FROM_BYTES
+    assert grads[0]._values().nbytes >= PARALLEL_FROM_BYTES
     results: list[list[Tensor]] = []
     for threads in (1, 2, 3, 5):
         torch.set_num_threads(threads)

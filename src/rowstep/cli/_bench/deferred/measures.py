@@ -18,7 +18,7 @@ from rowstep.cli._bench.timing import Contender, Measurement, measure, nothing, 
 
 DEFERRED, SPARSE, MADE_DENSE = "DeferredAdam", "rowstep SparseAdam", "torch Adam (dense) with gradient"
 
-DENSE_ROUNDS = 3  # a dense step over 10 million rows takes seconds, and hardly varies
+DENSE_ROUNDS = 3  # a dense step over 10 million rows takes a second, and hardly varies
 FLUSHES = 8
 STEPS_BETWEEN_FLUSHES = 20
 
@@ -46,14 +46,14 @@ def against_sparse(pooled: Pooled, counts: Sequence[int], repeats: int) -> Itera
         touch_state(optimizer)
     for count in counts:
         with threads(count):
-            yield measure("step", case.name, case.about, lineup, repeats)
+            yield measure("step", case.name, pooled.about, lineup, repeats)
 
 
 def against_dense(pooled: Pooled, counts: Sequence[int], repeats: int) -> Iterator[Measurement]:
     lineup = _beside_dense(pooled, min(repeats, DENSE_ROUNDS))
     for count in counts:
         with threads(count):
-            yield measure("step", pooled.case.name, pooled.case.about, lineup, repeats)
+            yield measure("step", pooled.case.name, pooled.about, lineup, repeats)
 
 
 def shares(sizes: Sequence[Pooled], counts: Sequence[int], repeats: int) -> Iterator[tuple[float, Measurement]]:

@@ -17,7 +17,7 @@ from rowstep.cli._bench.timing import Measurement
 if TYPE_CHECKING:
     from rich.table import Table
 
-_TITLE = "One step, and the catch-up before it"
+_TITLE = "One step and the catch-up before it, when all batches have come once"
 _OVER_DENSE = {"Adam/\nDeferred": (ADAM, DEFERRED), "with gradient/\nDeferred": (MADE_DENSE, DEFERRED)}
 
 

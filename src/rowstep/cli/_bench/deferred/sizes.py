@@ -19,6 +19,10 @@ class Pooled:
     case: Case
     batches: int
 
+    @property
+    def about(self) -> str:
+        return f"{self.case.about}, {self.batches} batches"
+
 
 @dataclass(frozen=True)
 class Sizes:

@@ -1,0 +1,273 @@
+"""Rows that were read before they were up to date are an error that changes nothing, and there are ways to avoid it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from deferred_cases import BAR, Forward, Twins, assert_same_parameter, distance, embedding, optimizers, zipf
+from gradients import Snapshot, copy_of, rows_of, step_with, table
+from rowstep import DeferredAdam, DeferredAdamW, StaleRowsError
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+
+def after_some_steps(**options: Any) -> Twins:
+    """A table of 40 rows of which the last ten have not been read since the first step."""
+    twins = Twins(embedding(), weight_decay=0.1, lr=0.01, **options)
+    twins.look_up(*range(40))
+    twins.run(10, rows=30)
+    return twins
+
+
+def without_module(ids: Tensor) -> Forward:
+    return lambda model: functional.embedding(ids, model.weight, sparse=model.sparse)
+
+
+def test_a_stale_read_is_an_error_that_names_the_ways_out() -> None:
+    params = [table(4, 2), table(9, 2), nn.Parameter(torch.ones(3))]
+    groups: list[dict[str, Any]] = [{"params": params[:1]}, {"params": params[1:], "lr": 0.1}]
+    optimizer = DeferredAdam(groups)
+
+    def step(*ids: int) -> None:
+        params[0].grad, params[1].grad = rows_of(params[0], [0, 1]), rows_of(params[1], ids)
+        params[2].grad = torch.ones(3)
+        optimizer.step()
+
+    step(1, 2, 3)
+    step(1, 2, 3)
+    before = Snapshot(optimizer)
+    message = (
+        r"parameter 0 of group 1: 3 of the gradient's 5 rows were not up to date when they were read; "
+        r".*opt\.attach\(module\).*opt\.catch_up\(param, ids\).*opt\.up_to_date\(param\)"
+    )
+    for _ in range(2):
+        with pytest.raises(StaleRowsError, match=message):
+            step(1, 7, 2, 7, 8)
+        before.assert_unchanged()
+    step(1, 2, 3)
+    assert [int(optimizer.state[param]["step"]) for param in params] == [3, 3, 3]
+
+
+def test_the_error_knows_a_parameter_by_its_name() -> None:
+    model = nn.ModuleDict({"users": embedding()})
+    optimizer = DeferredAdam(model.named_parameters())
+    (weight,) = model.parameters()
+    step_with(optimizer, weight, rows_of(weight, [0]))
+    with pytest.raises(StaleRowsError, match=re.escape("parameter 0 of group 0 ('users.weight'): 1 of the")):
+        step_with(optimizer, weight, rows_of(weight, [1]))
+    assert issubclass(StaleRowsError, RuntimeError)
+
+
+def test_the_run_goes_on_after_the_error() -> None:
+    twins = after_some_steps()
+    ids = torch.tensor([3, 35, 38])
+    torch.autograd.backward(functional.embedding(ids, twins.model.weight, sparse=True).sum())
+    with pytest.raises(StaleRowsError, match="of the gradient's"):
+        twins.ours.step()
+    twins.ours.catch_up(twins.model.weight, ids)
+    twins.step(without_module(ids))
+    twins.assert_same()
+
+
+@pytest.mark.parametrize("way", ["catch_up", "flush", "flush one", "up_to_date"])
+def test_reads_outside_of_a_module(way: str) -> None:
+    twins = after_some_steps()
+    weight = twins.model.weight
+    for _ in range(20):
+        ids = zipf(40, 6).flip(0).reshape(2, 3)
+
+        if way == "catch_up":
+            twins.ours.catch_up(weight, ids)
+        elif way == "flush":
+            twins.ours.flush()
+        elif way == "flush one":
+            twins.ours.flush(weight)
+        else:
+            with twins.ours.up_to_date(weight) as same:
+                assert same is weight
+                twins.step(without_module(ids))
+            continue
+        twins.step(without_module(ids))
+    twins.assert_same()
+
+
+def test_a_dense_gradient_of_stale_rows_is_an_error_too() -> None:
+    twins = after_some_steps()
+    before = Snapshot(twins.ours)
+    twins.ours.zero_grad()
+    twins.model.weight.square().sum().backward()
+    with pytest.raises(StaleRowsError, match=r"of the gradient's 40 rows were not up to date"):
+        twins.ours.step()
+    before.assert_unchanged()
+    with twins.ours.up_to_date(twins.model.weight):
+        twins.step(lambda model: model.weight)
+    twins.assert_same()
+
+
+def test_steps_inside_of_a_block_keep_the_whole_table_current() -> None:
+    twins = after_some_steps()
+    with twins.ours.up_to_date(twins.model.weight):
+        for _ in range(5):
+            assert distance(twins.model.weight, twins.twin.weight) <= BAR
+            twins.look_up(*zipf(40, 4).tolist())
+        with twins.ours.up_to_date(twins.model.weight):
+            twins.look_up(1, 2)
+        assert distance(twins.model.weight, twins.twin.weight) <= BAR
+        twins.look_up(5)
+        twins.set(betas=(0.5, 0.99))
+        twins.look_up(6)
+        twins.step(lambda model: model.weight[:7])
+        assert distance(twins.model.weight, twins.twin.weight) <= BAR
+    twins.look_up(5)
+    assert distance(twins.model.weight, twins.twin.weight) > BAR
+    twins.assert_same()
+
+
+def test_a_block_ends_with_an_error_and_the_rows_wait_again() -> None:
+    twins = after_some_steps()
+    with pytest.raises(KeyError), twins.ours.up_to_date(twins.model.weight):
+        raise KeyError
+    twins.look_up(5)
+    assert distance(twins.model.weight, twins.twin.weight) > BAR
+
+
+def test_a_block_before_the_first_step() -> None:
+    twins = Twins(embedding())
+    with twins.ours.up_to_date(twins.model.weight):
+        for _ in range(5):
+            twins.look_up(*zipf(40, 4).tolist())
+            assert distance(twins.model.weight, twins.twin.weight) <= BAR
+    twins.run(5, rows=40)
+    twins.assert_same()
+
+
+def test_a_block_in_inference_mode_before_the_first_step() -> None:
+    """An evaluation before the training."""
+    twins = Twins(embedding())
+    with torch.inference_mode(), twins.ours.up_to_date(twins.model.weight):
+        twins.model(torch.tensor([1, 2]))
+    twins.run(5, rows=40)
+    with torch.inference_mode():
+        twins.ours.flush()
+    twins.run(5, rows=40)
+    twins.assert_same()
+
+
+def test_stale_rows_may_be_allowed() -> None:
+    """Then the rows are brought up to date inside the step: dense Adam's result for the gradients as they are."""
+    param = table(8, 2, dtype=torch.float64)
+    twin = copy_of(param)
+    ours, theirs = optimizers([param], [twin], weight_decay=0.1, lr=0.01, allow_stale=True)
+    for _ in range(30):
+        grad = rows_of(param, zipf(8, 2))
+        step_with(ours, param, grad)
+        step_with(theirs, twin, grad.to_dense())
+    step_with(ours, param, torch.ones_like(param))
+    step_with(theirs, twin, torch.ones_like(twin))
+    ours.flush()
+    assert_same_parameter(ours, param, theirs, twin)
+
+
+@pytest.mark.parametrize("allow_stale", [False, True])
+def test_a_gradient_that_comes_a_step_late(allow_stale: bool) -> None:
+    """Its rows were up to date when they were read and are not any more: refused, or dense Adam's."""
+    twins = after_some_steps(allow_stale=allow_stale)
+    late = [(model(torch.tensor([35])).sum(), model) for model in (twins.model, twins.twin)]
+    twins.look_up(1, 2)
+    twins.each(lambda model, optimizer: optimizer.zero_grad())
+    for read, _ in late:
+        read.backward()
+    if allow_stale:
+        twins.each(lambda model, optimizer: optimizer.step())
+    else:
+        with pytest.raises(StaleRowsError, match="1 of the gradient's 1 rows"):
+            twins.ours.step()
+    twins.assert_same()
+
+
+def test_a_hook_that_changes_the_ids_behind_ours_is_noticed() -> None:
+    twins = after_some_steps()
+    twins.model.register_forward_pre_hook(lambda module, args: (args[0] + 5,))
+    twins.model(torch.tensor([30])).sum().backward()
+    with pytest.raises(StaleRowsError, match="1 of the gradient's"):
+        twins.ours.step()
+
+
+@pytest.mark.parametrize("ids", [[40], [-1], [3, 41, 2]])
+def test_ids_outside_of_the_table(ids: list[int]) -> None:
+    twins = after_some_steps()
+    before = Snapshot(twins.ours)
+    outside = next(number for number in ids if not 0 <= number < 40)
+    with pytest.raises(IndexError, match=rf"ids has {outside}.*expected 0 <= index < 40"):
+        twins.ours.catch_up(twins.model.weight, torch.tensor(ids))
+    before.assert_unchanged()
+    with pytest.raises(IndexError) as expected:
+        twins.twin(torch.tensor(ids))
+    with pytest.raises(IndexError, match=re.escape(str(expected.value))):
+        twins.model(torch.tensor(ids))
+    before.assert_unchanged()
+    twins.run(3, rows=40)
+    twins.assert_same()
+
+
+def test_what_is_not_an_id_meets_torchs_own_error() -> None:
+    twins = after_some_steps()
+    for bad in (torch.tensor([0.5]), [1, 2], None):
+        with pytest.raises((RuntimeError, TypeError)) as expected:
+            twins.twin(bad)
+        with pytest.raises(type(expected.value), match=re.escape(str(expected.value)[:60])):
+            twins.model(bad)
+
+
+@pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.Sequential(), embedding(3)])
+def test_attaching_a_module_without_our_tables(module: nn.Module) -> None:
+    optimizer = DeferredAdam([table(3, 3)])
+    with pytest.raises(ValueError, match=rf"{type(module).__name__} has no Embedding or EmbeddingBag.*opt.catch_up"):
+        optimizer.attach(module)
+    assert not module._forward_pre_hooks
+    assert type(module) in (nn.Linear, nn.Sequential, nn.Embedding)
+
+
+def test_a_parameter_of_someone_else() -> None:
+    optimizer = DeferredAdamW([table(3, 2)])
+    for call in (
+        lambda param: optimizer.catch_up(param, torch.tensor([0])),
+        optimizer.flush,
+        lambda param: optimizer.up_to_date(param).__enter__(),
+    ):
+        with pytest.raises(ValueError, match=r"a parameter of shape \(4, 2\) is not one of this optimizer's"):
+            call(table(4, 2))
+
+
+def test_only_a_step_counts_as_a_write() -> None:
+    """Autograd must accept a graph that read the rows which were brought up to date, and refuse one before a step."""
+    twins = after_some_steps()
+    weight = twins.model.weight
+    version = weight._version
+    twins.ours.catch_up(weight, torch.tensor([35]))
+    twins.model(torch.tensor([36]))
+    twins.ours.flush()
+    assert weight._version == version
+    kept = (weight**2).sum()
+    twins.look_up(1)
+    assert weight._version > version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()
+
+
+def test_ids_are_left_as_they_were() -> None:
+    """A buffer of ids may be filled again, also with more of them, as torch's lookups allow."""
+    twins = after_some_steps()
+    ids = torch.tensor([3, 35, 35, 2], dtype=torch.int64)
+    twins.step(lambda model: model(ids))
+    twins.ours.catch_up(twins.model.weight, ids)
+    assert ids.tolist() == [3, 35, 35, 2]
+    torch.arange(9, out=ids.resize_(0))
+    twins.step(lambda model: model(ids))
+    twins.assert_same()
