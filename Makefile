@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+INTEGRATION := .venv-integration
 
 .PHONY: demo test check stress integration format bench clean clean-cache
 
@@ -22,11 +23,9 @@ check: $(READY)
 stress: $(READY)
 	ROWSTEP_LONG=1 $(BIN)/pytest -n 2 --dist worksteal
 
-# Training with other people's packages, which are installed on top.
-integration: $(READY)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-integration.txt \
-		torch==2.13.0 -e '.[dev,integration]'
-	ROWSTEP_INTEGRATION=1 $(BIN)/pytest tests/integration
+# Training with other people's packages, in an environment of its own.
+integration: $(INTEGRATION)/.ready
+	ROWSTEP_INTEGRATION=1 $(INTEGRATION)/bin/pytest tests/integration
 
 format: $(READY)
 	$(BIN)/ruff format .
@@ -41,10 +40,16 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0 -e '.[dev]'
 	touch $@
 
+$(INTEGRATION)/.ready: pyproject.toml constraints.txt constraints-integration.txt
+	$(PYTHON) -m venv $(INTEGRATION)
+	$(INTEGRATION)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-c constraints-integration.txt torch==2.13.0 -e '.[dev,integration]'
+	touch $@
+
 # Numba's cache does not notice a change in a file that a kernel only calls into.
 clean-cache:
 	find src -name '*.nb[ic]' -delete
 
 clean:
-	rm -rf $(VENV) out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(INTEGRATION) out .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -84,16 +84,7 @@ def test_schedulers(rivals: Rivals, name: str) -> None:
     rivals.assert_learn_alike(train)
 
 
-not_all = pytest.mark.xfail(
-    reason="its groups hold decoupled_weight_decay, which its constructor does not take",
-    raises=TypeError,
-    strict=True,
-)
-
-
-@pytest.mark.parametrize(
-    "cls", [SparseAdam, pytest.param(DeferredAdam, marks=not_all), pytest.param(DeferredAdamW, marks=not_all)]
-)
+@pytest.mark.parametrize("cls", [SparseAdam, DeferredAdam, DeferredAdamW])
 def test_an_optimizer_can_be_made_again_from_its_group(cls: Any) -> None:
     """As PyKEEN does it. torch's Adam can, its AdamW cannot."""
     model = Taste()

@@ -68,11 +68,6 @@ def test_the_pipeline(data: str, model: str, force_sparse: bool) -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.xfail(
-    reason="the pipeline makes an optimizer again from its first group, and ours do not take back all of it",
-    raises=TypeError,
-    strict=True,
-)
 @pytest.mark.parametrize("cls", [DeferredAdam, DeferredAdamW])
 def test_the_pipeline_with_deferred_steps(cls: type[Optimizer]) -> None:
     """Nothing waits, as every gradient is dense. torch's own AdamW cannot be passed to this pipeline."""

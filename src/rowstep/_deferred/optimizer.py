@@ -47,7 +47,8 @@ class DeferredAdam(RowOptimizer):
             raising :class:`StaleRowsError`. Those gradients then belong to weights that lack the momentum (and weight
             decay) of the steps a row has waited: the run is no longer dense Adam's, though close to it where rows
             return often.
-        weight_decay: refused unless 0. L2 folded into the gradient cannot be deferred; see :class:`DeferredAdamW`.
+        weight_decay: refused unless 0 or decoupled. L2 folded into the gradient cannot be deferred.
+        decoupled_weight_decay: shrink the weights themselves: what :class:`DeferredAdamW` does.
     """
 
     def __init__(
@@ -61,8 +62,9 @@ class DeferredAdam(RowOptimizer):
         maximize: bool = False,
         allow_stale: bool = False,
         weight_decay: float = 0.0,
+        decoupled_weight_decay: bool = False,
     ) -> None:
-        decay = {"weight_decay": weight_decay, "decoupled_weight_decay": False}
+        decay = {"weight_decay": weight_decay, "decoupled_weight_decay": decoupled_weight_decay}
         options = {"amsgrad": amsgrad, "maximize": maximize} | decay
         self._construct(params, {"lr": lr, "betas": betas, "eps": eps} | options, allow_stale)
 
@@ -292,8 +294,9 @@ class DeferredAdamW(DeferredAdam):
         amsgrad: bool = False,
         maximize: bool = False,
         allow_stale: bool = False,
+        decoupled_weight_decay: bool = True,
     ) -> None:
-        decay = {"weight_decay": weight_decay, "decoupled_weight_decay": True}
+        decay = {"weight_decay": weight_decay, "decoupled_weight_decay": decoupled_weight_decay}
         options = {"amsgrad": amsgrad, "maximize": maximize}
         self._construct(params, {"lr": lr, "betas": betas, "eps": eps} | decay | options, allow_stale)
 
