@@ -223,7 +223,7 @@ class DeferredAdam(RowOptimizer):
         """Begin to defer: every row is up to date now, with the steps that the parameter has taken so far."""
         group, state = self._group_of(param), self.state[param]
         with torch.inference_mode(False):  # what is made here outlives a block of inference
-            ensure_moments(state, param, amsgrad=group["amsgrad"])
+            _ensure_maximum(state, param, group)
             if not isinstance(state["step"], Tensor):
                 state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32)
             table = self._tables[param] = Table(param, state, lead, _options(group), int(state["step"]))
@@ -236,11 +236,8 @@ class DeferredAdam(RowOptimizer):
             return
         self._check_group(group, "")
         table.flush(backend)
-        state = self.state[param]
-        ensure_moments(state, param, amsgrad=group["amsgrad"])
-        if group["amsgrad"]:  # what the next step's maximum will be at least, also of a row that waits
-            largest = state["max_exp_avg_sq"]
-            torch.maximum(largest, state["exp_avg_sq"] * group["betas"][1], out=largest)
+        with torch.inference_mode(False):
+            _ensure_maximum(self.state[param], param, group)
         table.adopt(_options(group), backend)
 
     def _operate(self, param: Tensor, change: Callable[[State], None]) -> None:
@@ -259,7 +256,8 @@ class DeferredAdam(RowOptimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load a state dict of this class or of torch.optim.Adam or AdamW. What was outstanding is forgotten."""
+        """Load a state dict of this class or of torch.optim.Adam or AdamW. What is outstanding is settled first."""
+        self.flush()
         super().load_state_dict(state_dict)
 
     def _loaded(self, given: StateDict) -> None:
@@ -304,6 +302,18 @@ class DeferredAdamW(DeferredAdam):
 def _flush_all(tables: Mapping[Tensor, Table]) -> None:
     for table in tables.values():
         table.flush(_backends.chosen())
+
+
+def _ensure_maximum(state: State, param: Tensor, group: Group) -> None:
+    """Moments for this parameter; with amsgrad, the maximum is what it will be at the next step even without gradients.
+
+    Of rows that wait it must not change any more, and it would if amsgrad had been off while the moments grew.
+    """
+    has_history = "exp_avg" in state
+    ensure_moments(state, param, amsgrad=group["amsgrad"])
+    if group["amsgrad"] and has_history:
+        largest = state["max_exp_avg_sq"]
+        torch.maximum(largest, state["exp_avg_sq"] * group["betas"][1], out=largest)
 
 
 def _options(group: Group) -> Options:
