@@ -13,8 +13,6 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
 
@@ -40,7 +38,7 @@ class _Hooks:
     def _before_lookup(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = args[0] if args else kwargs.get("input")
         owner = self._owner()
-        if owner is None or not isinstance(ids, Tensor) or _is_fake(ids):
+        if owner is None or not isinstance(ids, Tensor):
             return
         if torch._C._functorch.is_functorch_wrapped_tensor(ids):
             owner.bring_up_to_date(cast(Tensor, module.weight), None)  # which rows vmap will read cannot be seen here
@@ -68,13 +66,6 @@ class _Hooks:
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
-
-
-def _is_fake(ids: Tensor) -> bool:
-    """Whether only shapes are being traced, so that no row is read."""
-    return isinstance(ids, FakeTensor) or (
-        torch._C._len_torch_dispatch_stack() > 0 and detect_fake_mode(ids) is not None
-    )
 
 
 class _Attached(nn.Module):

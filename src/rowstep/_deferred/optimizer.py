@@ -19,7 +19,7 @@ from .._rule import row_rule
 from .._schedule import check_betas
 from .._state import State, ensure_moments
 from .attach import attach
-from .table import Options, StaleRowsError, Table
+from .table import Options, StaleRowsError, Table, is_only_traced
 
 _WAYS_OUT = (
     "read them through an nn.Embedding or nn.EmbeddingBag that is attached to this optimizer (give it the model, or "
@@ -119,7 +119,7 @@ class DeferredAdam(RowOptimizer):
         """Bring the rows ``ids`` of ``param`` up to date, for a read that no attached module makes."""
         self._group_of(param)
         table = self._tables.get(param)
-        if table is None:
+        if table is None or is_only_traced(ids):
             return
         backend = _backends.chosen()
         rows = _as_rows_of(table, ids)

@@ -6,6 +6,8 @@ import math
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .._backends import Backend
 from .._schedule import Schedule
@@ -22,6 +24,11 @@ Options = tuple[tuple[float, float], float, bool]
 
 class StaleRowsError(RuntimeError):
     """A gradient came for rows that had not been brought up to date before they were read. Nothing has changed."""
+
+
+def is_only_traced(ids: Tensor | None = None) -> bool:
+    """Whether tensors are fake just now, for the sake of their shapes: then no row is read, and none can be moved."""
+    return isinstance(ids, FakeTensor) or (torch._C._len_torch_dispatch_stack() > 0 and detect_fake_mode() is not None)
 
 
 class Table:
@@ -58,6 +65,8 @@ class Table:
 
     def flush(self, backend: Backend) -> None:
         """Bring every row up to date."""
+        if is_only_traced():
+            return
         backend.catch_up(self.param, self.state, self.since, self.schedule, range(self.row_count))
 
     def adopt(self, options: Options, backend: Backend) -> None:
