@@ -11,7 +11,7 @@ import numpy as np
 parallel_region = threading.Lock()
 
 # Below this many bytes of gradient, waking threads costs more than they save.
-PARALLEL_FROM_BYTES = 256 << 10
+PARALLEL_FROM_BYTES = 128 << 10
 
 
 class Workspace(threading.local):
