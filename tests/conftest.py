@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from ranks import Ranks
+
 
 def _kernel_cache() -> Path:
     """A directory of compiled kernels that all runs share, until a kernel changes.
@@ -49,3 +51,11 @@ def one_thread_and_one_seed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Processes that stand for ranks; started by the first test that needs them."""
+    workers = Ranks()
+    yield workers
+    workers.close()

@@ -6,13 +6,19 @@ combined, as if it were dense; nothing of the table's size is made, and the grad
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from . import _backends
 from ._gradient import RowGradient, outside_message, row_gradient
+from ._shard import shard_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @torch.no_grad()
@@ -26,12 +32,16 @@ def clip_grad_norm_(
     """Scale all gradients together so that their norm is at most ``max_norm``; return the norm before.
 
     As :func:`torch.nn.utils.clip_grad_norm_`, for sparse and dense gradients. ``foreach`` is for the dense ones.
+
+    Of a sharded table, the norm counts the rows of all ranks; then every rank of its group must make this call. Other
+    gradients are taken to be the same on every rank, as DistributedDataParallel makes them.
     """
     norm_type = float(norm_type)
-    grads = _gradients(parameters)
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = [param.grad for param in parameters if param.grad is not None]
     sparse = [grad for grad in grads if grad.is_sparse]
     dense = [grad for grad in grads if not grad.is_sparse]
-    total = _total_norm(sparse, dense, norm_type, foreach)
+    total = _norm_over_ranks(parameters, norm_type, foreach)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients is {total.item()}, so it cannot be clipped; to scale "
@@ -64,12 +74,38 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
             )
 
 
-def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
-    return [param.grad for param in parameters if param.grad is not None]
+def _norm_over_ranks(parameters: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
+    """The norm of all gradients, where those of a sharded table are on several ranks."""
+    by_group: dict[ProcessGroup | None, list[Tensor]] = {None: []}  # in one order on all ranks: the parameters'
+    for param in parameters:
+        shard = shard_of(param)
+        by_group.setdefault(None if shard is None else shard.group, []).append(param)
+    if len(by_group) == 1:
+        return _total_norm(parameters, norm_type, foreach)
+    from .distributed import _exchange
+
+    local: dict[ProcessGroup | None, float] = {}
+
+    def measure(group: ProcessGroup) -> float:
+        if not local:  # all at the first call, so that whatever is wrong here, every rank hears of it
+            local.update((key, float(_total_norm(params, norm_type, foreach))) for key, params in by_group.items())
+        return local[group]
+
+    norms = [
+        norm
+        for group in by_group
+        if group is not None
+        for norm in _exchange.gather_numbers(functools.partial(measure, group), group)
+    ]
+    total: Tensor = torch.linalg.vector_norm(torch.tensor([local[None], *norms], dtype=torch.float64), norm_type)
+    first = parameters[0]
+    return total.to(first.device, torch.promote_types(first.dtype, torch.float32))
 
 
-def _total_norm(sparse: list[Tensor], dense: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
+def _total_norm(parameters: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
+    grads = [param.grad for param in parameters if param.grad is not None]
+    sparse = [grad for grad in grads if grad.is_sparse]
+    dense = [grad for grad in grads if not grad.is_sparse]
     backend = _backends.chosen()
     norms = [backend.norm(_checked(grad, backend), norm_type) for grad in sparse]
     if dense:

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
-from . import _backends, _dense, _rows
+from . import _backends, _dense, _rows, _shard
 from ._backends import Backend
 from ._gradient import RowGradient, outside_message, row_gradient
 from ._options import check_group, check_layouts, check_learning_rate, parameter_name
 from ._rows import Init
-from ._state import State, ensure_moments, misfit
+from ._state import State, allocate, ensure_moments, misfit
 
 Group = dict[str, Any]
 
@@ -50,6 +50,7 @@ class RowOptimizer(Optimizer):
         super().__init__(params, defaults)
         check_layouts(self.param_groups, type(self).__name__)
         self._is_complete = True
+        self._allocate_for_shards()
 
     def _check_group(self, group: Mapping[str, Any], where: str) -> None:
         """Raise if these options cannot be honoured; ``where`` names the group."""
@@ -67,6 +68,8 @@ class RowOptimizer(Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
+        if self._is_complete:
+            self._allocate_for_shards()
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -164,6 +167,27 @@ class RowOptimizer(Optimizer):
                 return group
         raise ValueError(f"a parameter of shape {tuple(param.shape)} is not one of this optimizer's")
 
+    def allocate_state(self) -> None:
+        """Make the state of every parameter now, and not at its first step: checkpoints can then be read into it.
+
+        Optimizers of sharded tables do so when they are made.
+        """
+        for group in self.param_groups:
+            for param in group["params"]:
+                allocate(self.state[param], param, amsgrad=group["amsgrad"])
+
+    def _allocate_for_shards(self) -> None:
+        if any(_shard.shard_of(param) is not None for param in self._all_params()):
+            self.allocate_state()
+
+    def _all_params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def state_dict(self) -> StateDict:
+        """As torch's. The state of a sharded table's rows is given as DTensors over the same memory."""
+        state_dict = super().state_dict()
+        return _shard.for_each_param(state_dict, self._all_params(), _shard.as_global_state)
+
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state dict of this class or of the classes of torch that it replaces.
 
@@ -172,12 +196,13 @@ class RowOptimizer(Optimizer):
         given: StateDict = {}
         own_groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
 
-        def check(optimizer: Optimizer, state_dict: StateDict) -> None:
-            given.update(state_dict)
+        def check(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+            given.update(_shard.for_each_param(state_dict, self._all_params(), _shard.as_local_state))
             for index, (own, new) in enumerate(zip(own_groups, given["param_groups"], strict=False)):
                 where = f" in group {index} of the loaded state"
                 check_learning_rate((own | new)["lr"], zero_allowed=True, where=where)
                 self._check_group(own | new, where)
+            return given
 
         def complete(optimizer: Optimizer) -> None:
             for own, group in zip(own_groups, self.param_groups, strict=True):

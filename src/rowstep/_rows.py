@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from ._shard import shard_of
 from ._state import State, zeros_like
 
 Init = Tensor | Callable[[Tensor], object]
@@ -21,6 +22,7 @@ Init = Tensor | Callable[[Tensor], object]
 
 def grow(param: Tensor, state: State, count: int, init: Init) -> None:
     """Append ``count`` rows with the weights ``init``, or what it makes of them, and the state of rows never seen."""
+    _refuse_a_part(param)
     if count < 0:
         raise ValueError(f"rows is {count}; expected how many rows to add, 0 or more")
     old = row_count(param)
@@ -40,6 +42,7 @@ def grow(param: Tensor, state: State, count: int, init: Init) -> None:
 
 def keep(param: Tensor, state: State, rows: Tensor) -> None:
     """Keep these rows, in this order, and drop the others."""
+    _refuse_a_part(param)
     for key, tensor in _row_states(state, row_count(param)):
         state[key] = tensor.index_select(0, rows)
     _replace(param, param.detach().index_select(0, rows))
@@ -90,6 +93,15 @@ def select_rows_(param: Tensor, mask_or_ids: Tensor) -> None:
     param.grad = torch.sparse_coo_tensor(
         rows.unsqueeze(0), grad.index_select(0, rows), grad.shape, check_invariants=False
     )
+
+
+def _refuse_a_part(param: Tensor) -> None:
+    shard = shard_of(param)
+    if shard is not None:
+        raise ValueError(
+            f"the parameter is {len(param)} of the {shard.order.rows} rows of a sharded table, whose size is fixed; "
+            "make it whole with to_embedding, change that, and divide it again with from_embedding"
+        )
 
 
 def _row_states(state: State, count: int) -> Iterator[tuple[str, Tensor]]:

@@ -15,6 +15,7 @@ from ._gradient import RowGradient, all_rows, nonzero_rows
 from ._optimizer import Group, RowOptimizer, Rows, Work
 from ._options import CHOICES
 from ._rule import row_rule
+from ._shard import shard_of
 from ._state import State, ensure_moments, ensure_row_steps
 
 
@@ -145,6 +146,14 @@ class SparseAdam(RowOptimizer):
         super()._step_dense(items, group, backend)
         for rows_before in untouched:
             rows_before.restore()
+
+    def allocate_state(self) -> None:
+        super().allocate_state()
+        for group in self.param_groups:
+            if group["bias_correction"] == "row":
+                for param in group["params"]:
+                    if shard_of(param) is not None:  # of others it is not known whether they have row gradients
+                        ensure_row_steps(self.state[param], tuple(param.shape[:1]))
 
     def _loaded(self, given: StateDict) -> None:
         # torch casts every loaded state but `step` to the parameter's dtype, and bfloat16 cannot count.

@@ -55,6 +55,16 @@ def ensure_moments(state: State, param: Tensor, *, amsgrad: bool) -> None:
         state["max_exp_avg_sq"] = zeros_like(param)
 
 
+def allocate(state: State, param: Tensor, *, amsgrad: bool) -> None:
+    """Create the state that a first step would, with a count of 0.
+
+    The count is a Tensor whatever the gradients will be: torch's checkpoints read either kind into a Tensor, but only
+    an int into an int.
+    """
+    state.setdefault("step", torch.zeros((), dtype=torch.float32))
+    ensure_moments(state, param, amsgrad=amsgrad)
+
+
 def ensure_row_steps(state: State, lead: tuple[int, ...]) -> None:
     """Create the per-row counts: for rows that have history (a loaded state, dense steps), the steps taken so far."""
     if "row_step" in state:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copyreg
 import functools
 import weakref
-from typing import Any, Protocol, cast
+from collections.abc import Callable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +24,28 @@ class Owner(Protocol):
         """Bring these rows, or all of them, up to date, if the parameter is one whose rows wait."""
 
 
+@runtime_checkable
+class RowReader(Protocol):
+    """A module that reads other rows of its weight than its input names, and says which: a sharded table."""
+
+    def register_lookup_hook(self, hook: Callable[[nn.Module, Tensor | None], None]) -> RemovableHandle:
+        """Call ``hook(module, rows)`` before these rows of its weight, or all if None, are read."""
+
+
+def reads_rows(module: nn.Module) -> bool:
+    """Whether this is a module whose lookups can be hooked."""
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag, RowReader))
+
+
 class _Hooks:
     """The hooks of one module. It does not keep the optimizer alive."""
 
     def __init__(self, module: nn.Module, owner: Owner) -> None:
         self._owner = weakref.ref(owner)
         self._handles: list[RemovableHandle] = [
-            module.register_forward_pre_hook(self._before_lookup, with_kwargs=True),
+            module.register_lookup_hook(self._before_rows)
+            if isinstance(module, RowReader)
+            else module.register_forward_pre_hook(self._before_lookup, with_kwargs=True),
             module.register_state_dict_pre_hook(self._before_whole_read),  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(self._before_whole_read),  # type: ignore[no-untyped-call]
         ]
@@ -44,6 +60,11 @@ class _Hooks:
             owner.bring_up_to_date(cast(Tensor, module.weight), None)  # which rows vmap will read cannot be seen here
         else:
             owner.bring_up_to_date(cast(Tensor, module.weight), ids)
+
+    def _before_rows(self, module: nn.Module, rows: Tensor | None) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.bring_up_to_date(cast(Tensor, module.weight), rows)
 
     def _before_whole_read(self, module: nn.Module, *_: Any) -> None:
         self.flush(module)

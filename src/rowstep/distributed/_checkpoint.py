@@ -1,0 +1,171 @@
+"""Read checkpoints of torch.distributed.checkpoint whose tables are laid out in another order than here.
+
+Saving needs nothing of ours: state dicts hold a table's weights and moments as DTensors over the local memory, and
+``dcp.save`` and ``dcp.async_save`` write them. Nor does ``dcp.load`` where tables are sharded on both sides: their rows
+lie in the same order for any number of ranks, and torch cuts them anew.
+
+A table that was never sharded lies in the order of its ids. ``load`` reads either into either: rows that lie in another
+order are read chunk by chunk, and put where they belong. The order of a tensor's rows is written beside it, under the
+key ``row_order``; without one, it is that of the ids.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
+
+from .._shard import ROW_ORDER
+from . import _exchange
+from ._plan import Blocks, RowOrder
+
+_ALONE = "torch.distributed is disabled, unavailable or uninitialized"  # what torch warns of in a single process
+
+
+def load(
+    state_dict: dict[str, Any],
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    *,
+    storage_reader: StorageReader | None = None,
+    process_group: ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> None:
+    """``torch.distributed.checkpoint.load``, for checkpoints of sharded and of whole tables alike.
+
+    ``load({"model": model, "optimizer": optimizer}, path)`` reads into models and optimizers, sharded over any number
+    of ranks or not at all, what ``dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)`` has written
+    from models sharded over any other number, or not at all. State dicts can be given instead, as to torch's own.
+    """
+    if storage_reader is None:
+        if checkpoint_id is None:
+            raise ValueError("expected checkpoint_id or storage_reader, to know what to read")
+        storage_reader = FileSystemReader(checkpoint_id)
+    group = None if no_dist else _exchange.default_group(process_group)
+    orders = _exchange.agree(lambda: _saved_orders(storage_reader), group)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=_ALONE)
+        dcp_load(
+            state_dict,
+            checkpoint_id=checkpoint_id,
+            storage_reader=storage_reader,
+            planner=_Planner(orders),
+            process_group=process_group,
+            no_dist=no_dist,
+        )
+
+
+def _saved_orders(reader: StorageReader) -> dict[str, RowOrder]:
+    """For every place in the checkpoint that has one, the order of its rows."""
+    keys = [key for key in reader.read_metadata().state_dict_metadata if key.split(".")[-1] == ROW_ORDER]
+    constants: dict[str, Any] = {key: torch.zeros(len(RowOrder._fields), dtype=torch.int64) for key in keys}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=_ALONE)
+        dcp_load(constants, storage_reader=reader, no_dist=True)
+    return {_place(key): RowOrder(*value.tolist()) for key, value in constants.items()}
+
+
+def _place(key: str) -> str:
+    """Where in the state dict this key is: the keys beside it have the same."""
+    return key.rpartition(".")[0]
+
+
+class _Planner(DefaultLoadPlanner):
+    """Torch's plan, except for tables whose rows lie in another order in the checkpoint: those are put into place."""
+
+    def __init__(self, saved: dict[str, RowOrder]) -> None:
+        super().__init__()
+        self._saved = saved
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        assert metadata is not None
+        self._own: dict[str, RowOrder] = {}
+        for key in [key for key in self.state_dict if key.split(".")[-1] == ROW_ORDER]:
+            self._own[_place(key)] = RowOrder(*self.state_dict.pop(key).tolist())  # ours stays; only rows are read
+        for key, value in self.state_dict.items():
+            written = metadata.state_dict_metadata.get(key)
+            # A step counts as an int or as a Tensor, depending on the class that wrote it: take what there is.
+            if isinstance(written, TensorStorageMetadata) and isinstance(value, (int, float)):
+                self.state_dict[key] = torch.zeros(written.size, dtype=written.properties.dtype)
+                set_element(self.original_state_dict, self.mappings[key], self.state_dict[key])
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        moved = {key for key, value in self.state_dict.items() if self._lies_otherwise(key, value)}
+        rest = {key: value for key, value in self.state_dict.items() if key not in moved}
+        plan = create_default_local_load_plan(rest, self.metadata, strict=True)
+        for key in sorted(moved):
+            plan.items.extend(self._read_all_chunks(key))
+        return plan
+
+    def _orders(self, key: str) -> tuple[RowOrder, RowOrder]:
+        """The order of this tensor's rows in the checkpoint, and here."""
+        place = _place(key)
+        rows = (self._own.get(place) or self._saved[place]).rows
+        return self._saved.get(place, RowOrder.by_id(rows)), self._own.get(place, RowOrder.by_id(rows))
+
+    def _lies_otherwise(self, key: str, value: Any) -> bool:
+        if _place(key) not in self._own and _place(key) not in self._saved:
+            return False
+        saved, own = self._orders(key)
+        return saved != own and isinstance(value, Tensor) and value.shape[:1] == (own.rows,)
+
+    def _read_all_chunks(self, key: str) -> list[ReadItem]:
+        assert self.metadata is not None
+        written, here = self.metadata.state_dict_metadata.get(key), self.state_dict[key]
+        if not isinstance(written, TensorStorageMetadata):
+            raise RuntimeError(f"Missing key in checkpoint state_dict: {key}.")
+        if written.size != here.shape:
+            raise ValueError(f"{key} was saved with shape {tuple(written.size)}; expected {tuple(here.shape)}")
+        return [
+            ReadItem(
+                type=LoadItemType.TENSOR,
+                dest_index=MetadataIndex(key),
+                dest_offsets=chunk.offsets,
+                storage_index=MetadataIndex(key, chunk.offsets, number),
+                storage_offsets=torch.Size([0] * len(chunk.sizes)),
+                lengths=chunk.sizes,
+            )
+            for number, chunk in enumerate(written.chunks)
+            if chunk.sizes.numel()
+        ]
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        key = read_item.dest_index.fqn
+        if not self._lies_otherwise(key, self.state_dict[key]):
+            return super().resolve_tensor(read_item)  # type: ignore[no-any-return]
+        return torch.empty(read_item.lengths, dtype=self.state_dict[key].dtype)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        key = read_item.dest_index.fqn
+        here = self.state_dict[key]
+        if not self._lies_otherwise(key, here):
+            return
+        saved, own = self._orders(key)
+        first = read_item.dest_offsets[0]
+        positions = own.positions(saved.ids(torch.arange(first, first + len(tensor))))
+        local, mine = _local_block(here)
+        kept = (positions >= mine.start) & (positions < mine.stop)
+        local[(positions[kept] - mine.start).to(local.device)] = tensor[kept].to(local.device)
+
+
+def _local_block(value: Tensor) -> tuple[Tensor, range]:
+    """The memory of this rank, and the rows of the whole that it holds."""
+    if not isinstance(value, DTensor):
+        return value.detach(), range(len(value))
+    mesh = value.device_mesh
+    return value.to_local().detach(), Blocks(len(value), mesh.size()).of(mesh.get_local_rank())

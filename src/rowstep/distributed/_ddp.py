@@ -1,0 +1,89 @@
+"""DistributedDataParallel for models with tables.
+
+Sharded tables look after their own gradients, so DDP is told to leave them alone. Tables that every rank holds whole
+(replicated) get a communication hook, because torch's own way with sparse gradients goes wrong twice:
+
+- it divides them by the number of ranks in place. Where the outputs of two tables are added, both gradients share the
+  memory of their values, which is then divided twice;
+- a table that some rank did not use has no gradient there: "Expected sparse gradient to be defined".
+"""
+
+# Annotations must stay objects here: DDP looks at those of the hook.
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from .._shard import ROW_ORDER
+from . import _exchange
+from ._lookup import ShardedTable
+
+
+def allreduce_hook(group: ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    """A DDP communication hook: torch's for dense gradients; for sparse ones their mean over ranks, done right.
+
+    ``model.register_comm_hook(None, rowstep.distributed.allreduce_hook)``. Duplicates are summed before anything is
+    sent; what arrives is concatenated, in the order of ranks, and stays uncoalesced.
+    """
+    gradient = bucket.buffer()
+    if not gradient.is_sparse:
+        return default_hooks.allreduce_hook(group, bucket)  # type: ignore[arg-type]  # it takes None
+    own = _exchange.default_group(group)
+    assert own is not None, "DDP runs in a process group"
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(_mean_over_ranks(gradient, own))
+    return done
+
+
+def _mean_over_ranks(gradient: Tensor, group: ProcessGroup) -> Tensor:
+    gradient = gradient.coalesce()
+    indices = _exchange.gather_uneven(gradient.indices().t(), group)
+    values = _exchange.gather_uneven(gradient.values(), group)
+    mean = torch.cat(values).div_(dist.get_world_size(group))
+    return torch.sparse_coo_tensor(torch.cat(indices).t(), mean, gradient.shape, check_invariants=False)
+
+
+def ddp(model: nn.Module, process_group: ProcessGroup | None = None, **options: Any) -> DistributedDataParallel:
+    """Wrap a model in torch's DistributedDataParallel, sharded and replicated tables included.
+
+    ``options`` are DistributedDataParallel's own. It gets a process group of its own, of the ranks of ``process_group``
+    (by default all), so that its collectives and those of sharded tables cannot get in each other's way, whatever order
+    a backward pass takes.
+    """
+    sharded = [name for name, module in model.named_modules() if isinstance(module, ShardedTable)]
+    own = [f"{name}.{key}".removeprefix(".") for name in sharded for key in ("weight", ROW_ORDER)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)  # type: ignore[no-untyped-call]
+    tables = [module for module in model.modules() if _is_replicated_table(module)]
+    if tables:
+        options.setdefault("find_unused_parameters", True)
+    group = _exchange.twin_group(process_group)
+    wrapped = DistributedDataParallel(model, process_group=group, **options)
+    wrapped.register_comm_hook(group, allreduce_hook)
+    if tables:
+        wrapped.register_forward_pre_hook(lambda *_: _give_empty_gradients(tables))
+    return wrapped
+
+
+def _is_replicated_table(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+
+
+def _give_empty_gradients(tables: list[nn.Module]) -> None:
+    """DDP wants a gradient of every table, used or not: an empty one counts as none."""
+    if not torch.is_grad_enabled():
+        return
+    for table in tables:
+        weight: Tensor = table.weight  # type: ignore[assignment]
+        if weight.requires_grad and weight.grad is None:
+            weight.grad = torch.sparse_coo_tensor(
+                torch.empty(1, 0, dtype=torch.int64, device=weight.device),
+                weight.new_empty(0, *weight.shape[1:]),
+                weight.shape,
+                check_invariants=False,
+            )

@@ -1,0 +1,234 @@
+"""ShardedEmbedding and ShardedEmbeddingBag: torch's modules, for tables that are divided among ranks.
+
+Once the rows are here, what is made of them is torch's own business, and so is the gradient of that: it arrives summed
+over the places of each row, and goes back to the row's owner, where it becomes a sparse gradient of the local block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F  # noqa: N812  # as torch's own documents have it
+
+from ._lookup import ShardedTable
+
+
+class ShardedEmbedding(ShardedTable):
+    r"""torch.nn.Embedding, with the rows divided among the ranks of a process group.
+
+    Every rank looks up its own ids; all ranks of the group must do so together, though any may have none. Rows come
+    from their owners, and gradients go back to them in the backward pass, so an optimizer steps local rows only and
+    sends nothing.
+
+    Args:
+        num_embeddings, embedding_dim, padding_idx, max_norm, norm_type: as for :class:`torch.nn.Embedding`, for the
+            whole table.
+        scale_grad_by_freq: refused unless False, as torch does for sparse gradients.
+        sparse: refused unless True.
+        group: the ranks; by default all of them. In a process without torch.distributed the table is whole.
+        gradient: what ranks' gradients of a row are combined to: their ``"mean"``, as under DistributedDataParallel, or
+            their ``"sum"``.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = True,
+        _weight: Tensor | None = None,
+        _freeze: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        group: ProcessGroup | None = None,
+        gradient: str = "mean",
+    ) -> None:
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            padding_idx=padding_idx,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+            sparse=sparse,
+            full_weight=_weight,
+            freeze=_freeze,
+            device=device,
+            dtype=dtype,
+            group=group,
+            gradient=gradient,
+        )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # who sends how much depends on the ids
+    def forward(self, input: Tensor) -> Tensor:
+        """Look up ids of any shape."""
+        rows, places = self._fetch(lambda: self._check(input), input)
+        # index_select rather than embedding: its backward took 4.0 ms against 6.3 for 65,536 Zipf ids of width 64.
+        return rows.index_select(0, places.reshape(-1)).view(*input.shape, self.embedding_dim)
+
+    @classmethod
+    def from_embedding(
+        cls, embedding: nn.Embedding, *, group: ProcessGroup | None = None, gradient: str = "mean"
+    ) -> ShardedEmbedding:
+        """Divide an Embedding. Every rank passes the same full table, and keeps its rows of it."""
+        weight = embedding.weight
+        return cls(
+            embedding.num_embeddings,
+            embedding.embedding_dim,
+            embedding.padding_idx,
+            embedding.max_norm,
+            embedding.norm_type,
+            embedding.scale_grad_by_freq,
+            _weight=weight,
+            _freeze=not weight.requires_grad,
+            device=weight.device,
+            dtype=weight.dtype,
+            group=group,
+            gradient=gradient,
+        )
+
+    def to_embedding(self) -> nn.Embedding:
+        """The whole table as an Embedding, on every rank. All ranks of the group must call this together."""
+        return nn.Embedding(
+            self.num_embeddings,
+            self.embedding_dim,
+            self.padding_idx,
+            self.max_norm,
+            self.norm_type,
+            sparse=True,
+            _weight=self.full_weight(),
+            _freeze=not self.weight.requires_grad,
+        )
+
+
+class ShardedEmbeddingBag(ShardedTable):
+    r"""torch.nn.EmbeddingBag, with the rows divided among the ranks of a process group.
+
+    As :class:`ShardedEmbedding`, which see. ``mode="max"`` works too, though torch has none for sparse gradients.
+
+    Args:
+        num_embeddings, embedding_dim, max_norm, norm_type, mode, include_last_offset, padding_idx: as for
+            :class:`torch.nn.EmbeddingBag`.
+        scale_grad_by_freq, sparse, group, gradient: as for :class:`ShardedEmbedding`.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = True,
+        _weight: Tensor | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        group: ProcessGroup | None = None,
+        gradient: str = "mean",
+    ) -> None:
+        if mode not in ("sum", "mean", "max"):
+            raise ValueError(f"Invalid mode value: {mode!r}; expected 'sum', 'mean' or 'max'")
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            padding_idx=padding_idx,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+            sparse=sparse,
+            full_weight=_weight,
+            freeze=False,
+            device=device,
+            dtype=dtype,
+            group=group,
+            gradient=gradient,
+        )
+        self.mode, self.include_last_offset = mode, include_last_offset
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # who sends how much depends on the ids
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Look up bags of ids: rows of a 2-D ``input``, or stretches of a 1-D one that begin at ``offsets``."""
+
+        def check() -> None:
+            # Bags of a table of one row and one number: what torch has to say about the arguments, it says before
+            # anything is sent (0.1 ms for 65,536 ids).
+            self._check(input)
+            one = self.weight.new_zeros(1, 1)
+            with torch.no_grad():
+                self._reduce(torch.zeros_like(input), one, offsets, per_sample_weights, None)
+
+        rows, places = self._fetch(check, input)
+        padding = None
+        if self.padding_idx is not None:
+            padded = places[input == self.padding_idx]
+            padding = int(padded[0]) if len(padded) else None
+        if not len(rows):
+            rows = torch.cat([rows, self.weight.new_zeros(1, self.embedding_dim)])  # torch wants a row, even for no ids
+        return self._reduce(places.to(input.dtype), rows, offsets, per_sample_weights, padding)
+
+    def _reduce(
+        self, places: Tensor, rows: Tensor, offsets: Tensor | None, weights: Tensor | None, padding: int | None
+    ) -> Tensor:
+        return F.embedding_bag(
+            places,
+            rows,
+            offsets,
+            mode=self.mode,
+            per_sample_weights=weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=padding,
+        )
+
+    @classmethod
+    def from_embedding(
+        cls, embedding: nn.EmbeddingBag, *, group: ProcessGroup | None = None, gradient: str = "mean"
+    ) -> ShardedEmbeddingBag:
+        """Divide an EmbeddingBag. Every rank passes the same full table, and keeps its rows of it."""
+        weight = embedding.weight
+        table = cls(
+            embedding.num_embeddings,
+            embedding.embedding_dim,
+            embedding.max_norm,
+            embedding.norm_type,
+            embedding.scale_grad_by_freq,
+            embedding.mode,
+            _weight=weight,
+            include_last_offset=embedding.include_last_offset,
+            padding_idx=embedding.padding_idx,
+            device=weight.device,
+            dtype=weight.dtype,
+            group=group,
+            gradient=gradient,
+        )
+        table.weight.requires_grad_(weight.requires_grad)
+        return table
+
+    def to_embedding(self) -> nn.EmbeddingBag:
+        """The whole table as an EmbeddingBag, on every rank. All ranks of the group must call this together."""
+        bag = nn.EmbeddingBag(
+            self.num_embeddings,
+            self.embedding_dim,
+            self.max_norm,
+            self.norm_type,
+            mode=self.mode,
+            sparse=self.mode != "max",
+            _weight=self.full_weight(),
+            include_last_offset=self.include_last_offset,
+            padding_idx=self.padding_idx,
+        )
+        bag.weight.requires_grad_(self.weight.requires_grad)
+        return bag
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, mode={self.mode!r}"

@@ -1,0 +1,240 @@
+"""Every collective of this library.
+
+A lookup is three of them, in which every rank takes part whether it has ids or not:
+
+    headers   each rank tells each other how many rows it wants, and whether it can go on at all
+    ids       the rows wanted, as numbers in the owner's block
+    rows      what was asked for, from the owners to those who asked; in the backward pass gradients go the other way
+
+An exception that one rank meets before its header goes out travels with it: every rank learns of it in the same call
+and raises, and nobody waits for a message that never comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+_T = TypeVar("_T")
+
+_GOES_ON, _FAILED, _WANTS_A_VOTE = 0, 1, 2
+
+
+class PeerError(RuntimeError):
+    """Another rank raised in a call that all ranks make together, so this rank cannot finish it either."""
+
+
+@dataclass
+class Traffic:
+    """Bytes that this rank has sent to others, by kind of message."""
+
+    sent: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return sum(self.sent.values())
+
+
+_counting: list[Traffic] = []
+
+
+@contextlib.contextmanager
+def count_traffic() -> Iterator[Traffic]:
+    """Count, within the block, what the collectives of this rank send."""
+    traffic = Traffic()
+    _counting.append(traffic)
+    try:
+        yield traffic
+    finally:
+        _counting.remove(traffic)
+
+
+def _count(kind: str, rank: int, rows: list[int], bytes_per_row: int) -> None:
+    for traffic in _counting:
+        traffic.sent[kind] = traffic.sent.get(kind, 0) + (sum(rows) - rows[rank]) * bytes_per_row
+
+
+class Route(NamedTuple):
+    """How the rows of one lookup travel: how many this rank gets from each rank, and how many each gets from it."""
+
+    asked: list[int]
+    owed: list[int]
+    group: ProcessGroup
+
+    @property
+    def back(self) -> Route:
+        """The way of the gradients."""
+        return Route(self.owed, self.asked, self.group)
+
+
+def ranks_of(group: ProcessGroup | None) -> tuple[int, int]:
+    """This process's rank in the group, and how many there are."""
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+
+def default_group(group: ProcessGroup | None) -> ProcessGroup | None:
+    """The group to use: the one given, the one of all ranks, or None in a process without torch.distributed."""
+    if group is not None or not (dist.is_available() and dist.is_initialized()):
+        return group
+    return dist.group.WORLD
+
+
+class Prepared(NamedTuple):
+    """What a rank knows before anything is sent: the numbers it asks each owner for, owner by owner."""
+
+    wanted: Tensor
+    asked: list[int]
+
+
+def route(prepare: Callable[[], Prepared], group: ProcessGroup, votes: bool) -> tuple[Route, Tensor, bool]:
+    """Agree on who sends how much to whom; return the way, the numbers that others want here, and whether to vote.
+
+    Whatever ``prepare`` raises on some rank is raised there, and a :class:`PeerError` on all others.
+    """
+    rank, ranks = ranks_of(group)
+    failure: Exception | None = None
+    flag = _WANTS_A_VOTE if votes else _GOES_ON
+    try:
+        wanted, asked = prepare()
+    except Exception as error:
+        failure, flag, wanted, asked = error, _FAILED, torch.empty(0), [0] * ranks
+    device = _device_for(group)
+    headers = torch.tensor([[flag, count] for count in asked], device=device)
+    answers = torch.empty_like(headers)
+    _count("headers", rank, [1] * ranks, 16)
+    dist.all_to_all_single(answers, headers, group=group)
+    flags, owed = answers.t().tolist()
+    if _FAILED in flags:
+        _raise_everywhere(failure, group)
+    way = Route(asked, owed, group)
+    _count("ids", rank, asked, wanted.element_size())
+    return way, _swap(wanted, way.back), _WANTS_A_VOTE in flags
+
+
+def agree(action: Callable[[], _T], group: ProcessGroup | None) -> _T:
+    """The result of ``action``, if it raises on no rank; if it does on some, all ranks raise."""
+    failure: Exception | None = None
+    result: Any = None
+    try:
+        result = action()
+    except Exception as error:
+        failure = error
+    if group is not None:
+        flag = torch.tensor([failure is not None], dtype=torch.int32, device=_device_for(group))
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+        if flag.item():
+            _raise_everywhere(failure, group)
+    if failure is not None:
+        raise failure
+    return result  # type: ignore[no-any-return]
+
+
+def _raise_everywhere(failure: Exception | None, group: ProcessGroup) -> None:
+    """Raise this rank's own failure, or tell it what the others have met. Every rank comes here."""
+    reports: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(reports, failure and f"{type(failure).__name__}: {failure}", group=group)
+    if failure is not None:
+        raise failure
+    failed = "; ".join(f"rank {rank}: {report}" for rank, report in enumerate(reports) if report is not None)
+    raise PeerError(f"other ranks could not take part in this call; {failed}")
+
+
+def _swap(outgoing: Tensor, way: Route) -> Tensor:
+    """Send ``way.owed[r]`` rows of ``outgoing`` to each rank r; return the ``way.asked[r]`` rows that each sends."""
+    incoming = outgoing.new_empty(sum(way.asked), *outgoing.shape[1:])
+    dist.all_to_all_single(incoming, outgoing.contiguous(), way.asked, way.owed, group=way.group)
+    return incoming
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, way: Route, divisor: int) -> Tensor:
+        ctx.way, ctx.divisor = way, divisor
+        _count("rows", dist.get_rank(way.group), way.owed, _row_bytes(rows))
+        return _swap(rows, way)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        way = ctx.way.back
+        _count("gradients", dist.get_rank(way.group), way.owed, _row_bytes(grad))
+        incoming = _swap(grad, way)
+        return incoming.div_(ctx.divisor) if ctx.divisor > 1 else incoming, None, None
+
+
+def send_rows(rows: Tensor, way: Route, *, divisor: int) -> Tensor:
+    """Send rows to those who asked, and get those asked for. Their gradients come back divided by ``divisor``."""
+    received: Tensor = _Rows.apply(rows, way, divisor)  # type: ignore[no-untyped-call]
+    return received
+
+
+def _row_bytes(rows: Tensor) -> int:
+    return rows[0:0].new_empty(1, *rows.shape[1:]).nbytes
+
+
+def gather_numbers(measure: Callable[[], float], group: ProcessGroup) -> list[float]:
+    """What every rank measures. If that raises on some rank, all ranks raise."""
+    failure: Exception | None = None
+    number = 0.0
+    try:
+        number = measure()
+    except Exception as error:
+        failure = error
+    report = torch.tensor([failure is not None, number], dtype=torch.float64, device=_device_for(group))
+    reports = torch.stack(gather_everywhere(report, group)).tolist()
+    if any(failed for failed, _ in reports):
+        _raise_everywhere(failure, group)
+    return [number for _, number in reports]
+
+
+def gather_everywhere(local: Tensor, group: ProcessGroup) -> list[Tensor]:
+    """Every rank's tensor of this shape and dtype, in the order of ranks."""
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    _count("gathered", 0, [1] * len(gathered), local.nbytes)
+    dist.all_gather(gathered, local.contiguous(), group=group)
+    return gathered
+
+
+def gather_uneven(local: Tensor, group: ProcessGroup) -> list[Tensor]:
+    """Every rank's tensor, whose number of rows may differ from rank to rank."""
+    count = torch.tensor([len(local)], device=_device_for(group))
+    counts = [int(other) for other in gather_everywhere(count, group)]
+    padded = local.new_empty(max(counts), *local.shape[1:])  # gloo's all_gather wants equal shapes
+    padded[: len(local)] = local
+    return [rows[:count] for rows, count in zip(gather_everywhere(padded, group), counts, strict=True)]
+
+
+def each_block(local: Tensor, lengths: list[int], group: ProcessGroup | None) -> Iterator[Tensor]:
+    """Every rank's block in turn, on all ranks; only one at a time is in memory."""
+    if group is None:
+        yield local
+        return
+    for rank, length in enumerate(lengths):
+        mine = rank == dist.get_rank(group)
+        block = local.contiguous() if mine else local.new_empty(length, *local.shape[1:])
+        dist.broadcast(block, group_src=rank, group=group)
+        yield block
+
+
+def twin_group(group: ProcessGroup | None) -> ProcessGroup:
+    """Another group of the same ranks, whose collectives cannot get between those of the first."""
+    group = default_group(group)
+    if group is None:
+        raise ValueError("torch.distributed is not initialized; call torch.distributed.init_process_group first")
+    ranks, backend = dist.get_process_group_ranks(group), dist.get_backend_config(group)
+    twin: ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+    return twin
+
+
+def _device_for(group: ProcessGroup) -> torch.device:
+    """Where small messages must be: NCCL knows no CPU tensors."""
+    if "cpu" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

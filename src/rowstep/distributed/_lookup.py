@@ -1,0 +1,235 @@
+"""What both sharded tables share: a block of rows per rank, and lookups that fetch rows from whoever owns them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F  # noqa: N812  # as torch's own documents have it
+from torch.utils.hooks import RemovableHandle
+
+from .. import _shard
+from .._shard import ROW_ORDER, Shard
+from . import _exchange
+from ._exchange import Prepared
+from ._plan import Blocks, RowOrder
+
+# Called before rows of the local block are read, with their numbers, or with None for all.
+LookupHook = Callable[[nn.Module, Tensor | None], None]
+
+# Fresh rows are drawn in chunks of positions, each from a seed of its own, so that they do not depend on the ranks.
+_ROWS_PER_SEED = 4096
+
+
+class ShardedTable(nn.Module):
+    """A table whose rows are divided among the ranks of a process group."""
+
+    weight: nn.Parameter
+    """The rows that this rank owns, as a plain local Parameter; its gradients are sparse."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        padding_idx: int | None,
+        max_norm: float | None,
+        norm_type: float,
+        scale_grad_by_freq: bool,
+        sparse: bool,
+        full_weight: Tensor | None,
+        freeze: bool,
+        device: Any,
+        dtype: torch.dtype | None,
+        group: ProcessGroup | None,
+        gradient: str,
+    ) -> None:
+        super().__init__()
+        if scale_grad_by_freq:
+            raise ValueError("scale_grad_by_freq=True cannot be honoured: torch has no such thing for sparse gradients")
+        if not sparse:
+            raise ValueError("sparse=False cannot be honoured: the gradients of a sharded table are always sparse")
+        if gradient not in ("mean", "sum"):
+            raise ValueError(f"Invalid gradient value: {gradient!r}; expected 'mean' or 'sum'")
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx = _row_number(padding_idx, num_embeddings)
+        self.max_norm, self.norm_type, self.gradient = max_norm, norm_type, gradient
+        self.group = _exchange.default_group(group)
+        self.rank, self.ranks = _exchange.ranks_of(self.group)
+        self._blocks = Blocks(num_embeddings, self.ranks)
+        self._shard = Shard(RowOrder.spread(num_embeddings), self._blocks.of(self.rank), self.group)
+        self._lookup_hooks: OrderedDict[int, LookupHook] = OrderedDict()
+        rows = torch.empty(len(self._shard.positions), embedding_dim, device=device, dtype=dtype)
+        self.weight = nn.Parameter(rows, requires_grad=not freeze)
+        _shard.mark(self.weight, self._shard)
+        # The constants of the order count; this is their place in state dicts.
+        self.register_buffer(ROW_ORDER, self._shard.order_as_tensor)
+        if full_weight is None:
+            self.reset_parameters()
+        else:
+            self._take_rows_of(full_weight)
+
+    # Contents
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw new rows from a normal distribution; the padding row is 0.
+
+        Ranks that share a seed make the same table that a single process with that seed would make.
+        """
+        seed = int(torch.randint(2**62, ()))
+        positions = self._shard.positions
+        for chunk in range(positions.start // _ROWS_PER_SEED, -(-positions.stop // _ROWS_PER_SEED)):
+            generator = torch.Generator().manual_seed((seed + 0x9E3779B97F4A7C15 * chunk) % 2**63)
+            rows = torch.randn(_ROWS_PER_SEED, self.embedding_dim, generator=generator, dtype=self.weight.dtype)
+            first = chunk * _ROWS_PER_SEED
+            start, stop = max(first, positions.start), min(first + _ROWS_PER_SEED, positions.stop)
+            self.weight[start - positions.start : stop - positions.start] = rows[start - first : stop - first]
+        if (padding := self._local_padding) is not None:
+            self.weight[padding] = 0
+
+    @torch.no_grad()
+    def _take_rows_of(self, full_weight: Tensor) -> None:
+        expected = (self.num_embeddings, self.embedding_dim)
+        if tuple(full_weight.shape) != expected:
+            raise ValueError(f"the full table has shape {tuple(full_weight.shape)}; expected {expected}")
+        self.weight.copy_(self._shard.as_local(full_weight, RowOrder.by_id(self.num_embeddings)))
+
+    @torch.no_grad()
+    def full_weight(self) -> Tensor:
+        """The whole table, by id, on every rank. All ranks of the group must call this together."""
+        self._before_read(None)
+        full = self.weight.new_empty(self.num_embeddings, self.embedding_dim)
+        lengths = [len(self._blocks.of(rank)) for rank in range(self.ranks)]
+        first = 0
+        for block in _exchange.each_block(self.weight.detach(), lengths, self.group):
+            positions = torch.arange(first, first + len(block), device=full.device)
+            full[self._shard.order.ids(positions)] = block
+            first += len(block)
+        return full
+
+    def local_rows(self, ids: Tensor) -> Tensor:
+        """The rows of this rank's ``weight`` that hold those of ``ids`` that it owns, to inspect or to reset them."""
+        self._check(ids)
+        mine = self._shard.positions
+        positions = self._shard.order.positions(ids.reshape(-1))
+        return positions[(positions >= mine.start) & (positions < mine.stop)] - mine.start
+
+    # Lookups
+
+    def register_lookup_hook(self, hook: LookupHook) -> RemovableHandle:
+        """Call ``hook(module, rows)`` before rows of the local block are read, for this rank or for others.
+
+        ``rows`` are numbers within ``weight``, or None where all of it is read.
+        """
+        handle = RemovableHandle(self._lookup_hooks)
+        self._lookup_hooks[handle.id] = hook
+        return handle
+
+    def _before_read(self, rows: Tensor | None) -> None:
+        for hook in list(self._lookup_hooks.values()):
+            hook(self, rows)
+
+    def _read(self, rows: Tensor) -> Tensor:
+        self._before_read(rows)
+        return F.embedding(rows, self.weight, self._local_padding, self.max_norm, self.norm_type, False, True)
+
+    def _fetch(self, check: Callable[[], None], ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The distinct rows that ``ids`` name, from all ranks, and for each id its place among them."""
+        if self.group is None:
+            check()
+            positions, places = torch.unique(self._shard.order.positions(ids), return_inverse=True)
+            return self._read(positions), places
+        places = ids
+
+        def prepare() -> Prepared:
+            nonlocal places
+            check()
+            # Sorted by position is sorted by owner: the blocks follow each other.
+            positions, places = torch.unique(self._shard.order.positions(ids), return_inverse=True)
+            in_block = positions % self._blocks.size
+            return Prepared(in_block.to(self._index_dtype), self._blocks.cut(positions))
+
+        way, wanted, votes = _exchange.route(prepare, self.group, votes=bool(self._lookup_hooks))
+        if votes:  # a hook is somebody else's code, and may raise on one rank only
+            rows = _exchange.agree(lambda: self._read(wanted.to(torch.int64)), self.group)
+        else:
+            rows = self._read(wanted.to(torch.int64))
+        divisor = self.ranks if self.gradient == "mean" else 1
+        return _exchange.send_rows(rows, way, divisor=divisor), places
+
+    @property
+    def _index_dtype(self) -> torch.dtype:
+        """What row numbers travel as: half the bytes wherever a block has fewer than 2^31 rows."""
+        return torch.int32 if self._blocks.size < 2**31 else torch.int64
+
+    def _check(self, ids: Tensor) -> None:
+        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
+            kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+            raise TypeError(f"the ids are {kind}; expected a tensor of torch.int32 or torch.int64")
+        if ids.device != self.weight.device:
+            raise ValueError(f"the ids are on {ids.device}; expected the table's device, {self.weight.device}")
+        if ids.numel():
+            lowest, highest = (int(bound) for bound in torch.aminmax(ids))
+            if lowest < 0 or highest >= self.num_embeddings:
+                outside = lowest if lowest < 0 else highest
+                raise IndexError(f"id {outside} is outside the table; expected 0 <= id < {self.num_embeddings}")
+
+    @property
+    def _local_padding(self) -> int | None:
+        """The row of this rank's block that is the padding row, if it owns that."""
+        if self.padding_idx is None:
+            return None
+        position = int(self._shard.order.positions(torch.tensor(self.padding_idx)))
+        positions = self._shard.positions
+        return position - positions.start if position in positions else None
+
+    # State dicts and copies
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight"] = self._shard.as_global(destination[prefix + "weight"])
+        destination[prefix + ROW_ORDER] = self._shard.order_as_tensor
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        given = dict(state_dict)
+        constants, loaded = given.get(prefix + ROW_ORDER), given.get(prefix + "weight")
+        if loaded is not None:
+            order = RowOrder.by_id(self.num_embeddings) if constants is None else RowOrder(*constants.tolist())
+            if _is_in_blocks(loaded):
+                self._shard.order = order  # the rows are where they are: what they are called comes with them
+            given[prefix + "weight"] = self._shard.as_local(loaded, order)
+            given[prefix + ROW_ORDER] = self._shard.order_as_tensor
+        super()._load_from_state_dict(given, prefix, *args)
+        _shard.mark(self.weight, self._shard)  # load_state_dict(assign=True) brings another Parameter
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        _shard.mark(self.weight, self._shard)  # a copied Parameter has lost it
+
+    def extra_repr(self) -> str:
+        text = f"{self.num_embeddings}, {self.embedding_dim}"
+        if self.padding_idx is not None:
+            text += f", padding_idx={self.padding_idx}"
+        if self.max_norm is not None:
+            text += f", max_norm={self.max_norm}, norm_type={self.norm_type}"
+        owned = self._shard.positions
+        return f"{text}, gradient={self.gradient!r}, rank {self.rank} of {self.ranks} owns {len(owned)} rows"
+
+
+def _is_in_blocks(value: Tensor) -> bool:
+    from torch.distributed.tensor import DTensor, Shard
+
+    return isinstance(value, DTensor) and value.placements == (Shard(0),)
+
+
+def _row_number(index: int | None, rows: int) -> int | None:
+    if index is None:
+        return None
+    if not -rows <= index < rows:
+        raise ValueError(f"padding_idx is {index}; expected one of the table's {rows} rows")
+    return index % rows
