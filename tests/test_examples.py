@@ -26,6 +26,11 @@ def test_a_recommender_finds_the_next_pick() -> None:
     assert after > 0.35
 
 
+def test_a_sharded_model_learns_ratings_in_a_single_process() -> None:
+    loss, _ = runpy.run_path(str(EXAMPLES / "sharded.py"))["main"]()
+    assert loss < 0.25  # guessing the mean gives 0.40
+
+
 def test_word_vectors_tell_true_contexts_from_drawn_ones() -> None:
     before, after = runpy.run_path(str(EXAMPLES / "word2vec.py"))["main"](epochs=3)
     assert before < 0.55
