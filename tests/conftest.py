@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from ranks import Ranks
+from rowstep.cli._bench.ranks import Ranks
 
 
 def _kernel_cache() -> Path:
@@ -56,6 +56,6 @@ def one_thread_and_one_seed() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Processes that stand for ranks; started by the first test that needs them."""
-    workers = Ranks()
+    workers = Ranks(on_warning="error")
     yield workers
     workers.close()

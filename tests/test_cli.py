@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import builtins
 import json
+import multiprocessing
+import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from rowstep.cli import main
 from rowstep.cli._bench import contenders
+from rowstep.cli._bench.cases import ZIPF
 from rowstep.cli._bench.deferred import accuracy, measures
+from rowstep.cli._bench.distributed import timings, training
+from rowstep.cli._bench.distributed.agreement import TOLERANCES
+from rowstep.cli._bench.ranks import RankError, Ranks
 from rowstep.cli._bench.sparse import field
 from rowstep.cli._bench.timing import Measurement, Timing
 
@@ -152,6 +158,72 @@ def test_break_even_lies_between_the_shares_measured() -> None:
         (contenders.ADAM, pytest.approx(0.15)),
         (measures.MADE_DENSE, None),
     ]
+
+
+def test_quick_distributed_bench_writes_all_measurements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ROWSTEP_BACKEND", "reference")
+    before = set(multiprocessing.active_children())
+    assert main(["bench", "distributed", "--quick", "--repeats", "2", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    for part in (
+        "from one process",
+        "A rank's bytes",
+        "the busiest of 8",
+        "the same bits",
+        "One torch thread per rank",
+    ):
+        assert part in shown
+    assert set(multiprocessing.active_children()) == before
+
+    document = json.loads((tmp_path / "distributed.json").read_text())
+    ways = {training.SHARDED, training.DEFERRED, training.TORCH_DDP, training.OUR_DDP}
+    measured = {part["name"]: set(part["seconds"]) for part in document["measurements"]}
+    assert measured == {"zipf-20k-1": ways, "zipf-20k-2": ways}
+    for found in document["agreement"]:
+        assert max(found["differences"].values()) <= TOLERANCES[found["dtype"]]
+    (cost,) = document["costs"]
+    assert max(cost["memory"].values()) == pytest.approx(0.5, rel=1e-3)
+    assert cost["sent"] == pytest.approx(cost["formula"], rel=0.1)  # few ids: chance decides who owns them
+    assert [found["different"] for found in document["checkpoints"]] == [0]
+    assert {found["ranks"] for found in document["breakdown_ms"]} == {1, 2}
+    assert all(time > 0 for found in document["breakdown_ms"] for time in found["stages"].values())
+
+
+def test_distributed_bars_are_listed_for_what_was_measured(tmp_path: Path) -> None:
+    assert main(["bench", "distributed", "--only", "balance", "--out", str(tmp_path)]) == 0
+    (bar,) = json.loads((tmp_path / "distributed.json").read_text())["bars"]
+    assert bar["limit"] == 1.1
+    assert bar["met"]
+
+
+def test_distributed_bench_refuses_to_time_results_that_differ() -> None:
+    class Answers:
+        def run(self, *_: Any) -> list[Any]:
+            return [timings.OnRank({training.SHARDED: (difference, 0.0)}, {}, {}, 0.0) for difference in (0.0, 1.0)]
+
+    with pytest.raises(contenders.DisagreementError, match="differ from those of 'torch DDP"):
+        timings.steps(cast(Ranks, Answers()), 2, ZIPF, 1, 1)
+
+
+def test_distributed_bench_takes_no_threads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "distributed", "--threads", "2", "--out", str(tmp_path)]) == 2
+    assert "one thread per rank" in capsys.readouterr().err
+
+
+def test_a_rank_that_raises_or_dies_is_reported_and_leaves_no_process() -> None:
+    before = set(multiprocessing.active_children())
+    ranks = Ranks()
+    try:
+        with pytest.raises(RankError, match=r"(?s)rank 0:.*ZeroDivisionError"):
+            ranks.run(1, divmod, 0)
+        assert ranks.run(1, divmod, 2) == [(0, 0)]  # goes on: rank 0 divided by 2
+        with pytest.raises(RankError, match="rank 0 of 1 has died"):
+            ranks.run(1, os._exit)
+        assert set(multiprocessing.active_children()) == before
+    finally:
+        ranks.close()
 
 
 @pytest.mark.parametrize(

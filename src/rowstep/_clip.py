@@ -82,6 +82,8 @@ def _norm_over_ranks(parameters: list[Tensor], norm_type: float, foreach: bool |
         by_group.setdefault(None if shard is None else shard.group, []).append(param)
     if len(by_group) == 1:
         return _total_norm(parameters, norm_type, foreach)
+    if norm_type <= 0:
+        raise ValueError(f"Invalid norm_type value: {norm_type}; expected one above 0 where tables are sharded")
     from .distributed import _exchange
 
     local: dict[ProcessGroup | None, float] = {}

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._shard import ROW_ORDER
 from . import _exchange
+from ._distinct import distinct, sum_duplicates
 from ._lookup import ShardedTable
 
 
@@ -37,16 +38,27 @@ def allreduce_hook(group: ProcessGroup | None, bucket: GradBucket) -> torch.futu
     own = _exchange.default_group(group)
     assert own is not None, "DDP runs in a process group"
     done: torch.futures.Future[Tensor] = torch.futures.Future()
-    done.set_result(_mean_over_ranks(gradient, own))
+    (weight,) = bucket.parameters()
+    at_the_end = torch.autograd.Variable._execution_engine.queue_callback
+
+    def exchange() -> None:
+        mean = _mean_over_ranks(gradient, own)
+        done.set_result(mean)
+        if not mean._nnz():  # no rank has used the table: once DDP has written this down, there is no gradient
+            at_the_end(lambda: setattr(weight, "grad", None))
+
+    # Not now but when this rank's backward pass is through: where a rank does not use a table, DDP hands its gradient
+    # over early, and waiting here for the others would keep them waiting for this rank's part in a sharded table's.
+    at_the_end(exchange)
     return done
 
 
 def _mean_over_ranks(gradient: Tensor, group: ProcessGroup) -> Tensor:
-    gradient = gradient.coalesce()
-    indices = _exchange.gather_uneven(gradient.indices().t(), group)
-    values = _exchange.gather_uneven(gradient.values(), group)
-    mean = torch.cat(values).div_(dist.get_world_size(group))
-    return torch.sparse_coo_tensor(torch.cat(indices).t(), mean, gradient.shape, check_invariants=False)
+    rows, values = gradient._indices()[0], gradient._values()
+    found = distinct(rows)
+    indices, sums = _exchange.gather_uneven(group, found.numbers, sum_duplicates(values, found))
+    mean = sums.div_(dist.get_world_size(group))
+    return torch.sparse_coo_tensor(indices.unsqueeze(0), mean, gradient.shape, check_invariants=False)
 
 
 def ddp(model: nn.Module, process_group: ProcessGroup | None = None, **options: Any) -> DistributedDataParallel:
@@ -75,7 +87,7 @@ def _is_replicated_table(module: nn.Module) -> bool:
 
 
 def _give_empty_gradients(tables: list[nn.Module]) -> None:
-    """DDP wants a gradient of every table, used or not: an empty one counts as none."""
+    """DDP wants a gradient of every table, used or not. Where it stays empty on all ranks, the hook takes it back."""
     if not torch.is_grad_enabled():
         return
     for table in tables:

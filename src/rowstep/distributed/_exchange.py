@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ._distinct import Distinct, distinct
+
 _T = TypeVar("_T")
 
 _GOES_ON, _FAILED, _WANTS_A_VOTE = 0, 1, 2
@@ -31,7 +33,7 @@ class PeerError(RuntimeError):
     """Another rank raised in a call that all ranks make together, so this rank cannot finish it either."""
 
 
-@dataclass
+@dataclass(eq=False)  # blocks that count may lie within each other: each is found by what it is
 class Traffic:
     """Bytes that this rank has sent to others, by kind of message."""
 
@@ -86,36 +88,51 @@ def default_group(group: ProcessGroup | None) -> ProcessGroup | None:
     return dist.group.WORLD
 
 
-class Prepared(NamedTuple):
-    """What a rank knows before anything is sent: the numbers it asks each owner for, owner by owner."""
+class Request(NamedTuple):
+    """What a rank wants of the others."""
 
-    wanted: Tensor
+    found: Distinct
+    """The positions that it looks up."""
+    numbers: Tensor
+    """The same as numbers in their owners' blocks, owner by owner."""
     asked: list[int]
+    """How many of each owner."""
 
 
-def route(prepare: Callable[[], Prepared], group: ProcessGroup, votes: bool) -> tuple[Route, Tensor, bool]:
-    """Agree on who sends how much to whom; return the way, the numbers that others want here, and whether to vote.
+class Agreement(NamedTuple):
+    """What a rank knows once all have told each other what they want."""
 
-    Whatever ``prepare`` raises on some rank is raised there, and a :class:`PeerError` on all others.
+    request: Request
+    way: Route
+    owed: Tensor
+    """The numbers of the rows that it owes the others, by who asked."""
+    votes: bool
+    """Whether some rank wants a vote before rows are sent."""
+
+
+def agree_on_rows(ask: Callable[[], Request], group: ProcessGroup, *, votes: bool) -> Agreement:
+    """Agree on who sends what to whom.
+
+    Whatever ``ask`` raises on some rank is raised there, and a :class:`PeerError` on all others.
     """
     rank, ranks = ranks_of(group)
     failure: Exception | None = None
     flag = _WANTS_A_VOTE if votes else _GOES_ON
     try:
-        wanted, asked = prepare()
+        request = ask()
     except Exception as error:
-        failure, flag, wanted, asked = error, _FAILED, torch.empty(0), [0] * ranks
-    device = _device_for(group)
-    headers = torch.tensor([[flag, count] for count in asked], device=device)
+        failure, flag = error, _FAILED
+        request = Request(distinct(torch.empty(0)), torch.empty(0), [0] * ranks)
+    headers = torch.tensor([[flag, count] for count in request.asked], device=_device_for(group))
     answers = torch.empty_like(headers)
     _count("headers", rank, [1] * ranks, 16)
     dist.all_to_all_single(answers, headers, group=group)
     flags, owed = answers.t().tolist()
     if _FAILED in flags:
         _raise_everywhere(failure, group)
-    way = Route(asked, owed, group)
-    _count("ids", rank, asked, wanted.element_size())
-    return way, _swap(wanted, way.back), _WANTS_A_VOTE in flags
+    way = Route(request.asked, owed, group)
+    _count("ids", rank, request.asked, request.numbers.element_size())
+    return Agreement(request, way, _swap(request.numbers, way.back), _WANTS_A_VOTE in flags)
 
 
 def agree(action: Callable[[], _T], group: ProcessGroup | None) -> _T:
@@ -128,6 +145,8 @@ def agree(action: Callable[[], _T], group: ProcessGroup | None) -> _T:
         failure = error
     if group is not None:
         flag = torch.tensor([failure is not None], dtype=torch.int32, device=_device_for(group))
+        rank, ranks = ranks_of(group)
+        _count("votes", rank, [1] * ranks, flag.nbytes)
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
         if flag.item():
             _raise_everywhere(failure, group)
@@ -202,13 +221,17 @@ def gather_everywhere(local: Tensor, group: ProcessGroup) -> list[Tensor]:
     return gathered
 
 
-def gather_uneven(local: Tensor, group: ProcessGroup) -> list[Tensor]:
-    """Every rank's tensor, whose number of rows may differ from rank to rank."""
-    count = torch.tensor([len(local)], device=_device_for(group))
-    counts = [int(other) for other in gather_everywhere(count, group)]
-    padded = local.new_empty(max(counts), *local.shape[1:])  # gloo's all_gather wants equal shapes
-    padded[: len(local)] = local
-    return [rows[:count] for rows, count in zip(gather_everywhere(padded, group), counts, strict=True)]
+def gather_uneven(group: ProcessGroup, *tensors: Tensor) -> list[Tensor]:
+    """For each tensor, those of all ranks one after the other. They have one length, which may differ between ranks."""
+    length = torch.tensor([len(tensors[0])], device=_device_for(group))
+    lengths = [int(other) for other in gather_everywhere(length, group)]
+    gathered = []
+    for local in tensors:
+        padded = local.new_empty(max(lengths), *local.shape[1:])  # gloo's all_gather wants equal shapes
+        padded[: len(local)] = local
+        parts = zip(gather_everywhere(padded, group), lengths, strict=True)
+        gathered.append(torch.cat([part[:length] for part, length in parts]))
+    return gathered
 
 
 def each_block(local: Tensor, lengths: list[int], group: ProcessGroup | None) -> Iterator[Tensor]:
@@ -219,6 +242,8 @@ def each_block(local: Tensor, lengths: list[int], group: ProcessGroup | None) ->
     for rank, length in enumerate(lengths):
         mine = rank == dist.get_rank(group)
         block = local.contiguous() if mine else local.new_empty(length, *local.shape[1:])
+        if mine:
+            _count("blocks", rank, [1] * len(lengths), block.nbytes)
         dist.broadcast(block, group_src=rank, group=group)
         yield block
 

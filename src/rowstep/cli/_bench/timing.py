@@ -95,9 +95,7 @@ def measure(
 def _take_turns(contenders: Sequence[Contender], repeats: int) -> dict[str, Timing]:
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     start = time.perf_counter()
-    with (
-        _no_garbage_collection()
-    ):  # and no pause before a turn: sleeping doubled the times of steps below a millisecond
+    with no_garbage_collection():  # and no pause before a turn: sleeping doubled the times of steps below a millisecond
         for number in range(repeats * MORE):
             if number >= repeats and time.perf_counter() - start > SECONDS_PER_REPEAT * repeats:
                 break
@@ -135,7 +133,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     gc.collect()
     gc.disable()
     try:
