@@ -69,7 +69,7 @@ def update_part(
         p_at, m_at, v_at, p_bytes, m_bytes, _TABLE_LINES_AHEAD // ((p_bytes + 2 * m_bytes) // CACHE_LINE + 1) + 1,
     )  # fmt: skip
     skipped = 0
-    here = 0
+    here = np.int64(0)
     while here < last:
         row = np.int64(keys[here] >> shift)
         end = next_row_start(keys, last, here + 1, shift)

@@ -13,9 +13,10 @@ and raises, and nobody waits for a message that never comes.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from torch.distributed import ProcessGroup
 from ._distinct import Distinct, distinct
 
 _T = TypeVar("_T")
+_S = TypeVar("_S")
 
 _GOES_ON, _FAILED, _WANTS_A_VOTE = 0, 1, 2
 
@@ -116,13 +118,8 @@ def agree_on_rows(ask: Callable[[], Request], group: ProcessGroup, *, votes: boo
     Whatever ``ask`` raises on some rank is raised there, and a :class:`PeerError` on all others.
     """
     rank, ranks = ranks_of(group)
-    failure: Exception | None = None
-    flag = _WANTS_A_VOTE if votes else _GOES_ON
-    try:
-        request = ask()
-    except Exception as error:
-        failure, flag = error, _FAILED
-        request = Request(distinct(torch.empty(0)), torch.empty(0), [0] * ranks)
+    request, failure = _attempt(ask, instead=Request(distinct(torch.empty(0)), torch.empty(0), [0] * ranks))
+    flag = _FAILED if failure else _WANTS_A_VOTE if votes else _GOES_ON
     headers = torch.tensor([[flag, count] for count in request.asked], device=_device_for(group))
     answers = torch.empty_like(headers)
     _count("headers", rank, [1] * ranks, 16)
@@ -137,22 +134,24 @@ def agree_on_rows(ask: Callable[[], Request], group: ProcessGroup, *, votes: boo
 
 def agree(action: Callable[[], _T], group: ProcessGroup | None) -> _T:
     """The result of ``action``, if it raises on no rank; if it does on some, all ranks raise."""
-    failure: Exception | None = None
-    result: Any = None
+    if group is None:
+        return action()
+    result, failure = _attempt(action, instead=None)
+    flag = torch.tensor([failure is not None], dtype=torch.int32, device=_device_for(group))
+    rank, ranks = ranks_of(group)
+    _count("votes", rank, [1] * ranks, flag.nbytes)
+    dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+    if flag.item():
+        _raise_everywhere(failure, group)
+    return cast(_T, result)
+
+
+def _attempt(action: Callable[[], _T], instead: _S) -> tuple[_T | _S, Exception | None]:
+    """The result, or something in its place and what was raised: a rank that fails still has to tell the others."""
     try:
-        result = action()
+        return action(), None
     except Exception as error:
-        failure = error
-    if group is not None:
-        flag = torch.tensor([failure is not None], dtype=torch.int32, device=_device_for(group))
-        rank, ranks = ranks_of(group)
-        _count("votes", rank, [1] * ranks, flag.nbytes)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
-        if flag.item():
-            _raise_everywhere(failure, group)
-    if failure is not None:
-        raise failure
-    return result  # type: ignore[no-any-return]
+        return instead, error
 
 
 def _raise_everywhere(failure: Exception | None, group: ProcessGroup) -> None:
@@ -195,17 +194,12 @@ def send_rows(rows: Tensor, way: Route, *, divisor: int) -> Tensor:
 
 
 def _row_bytes(rows: Tensor) -> int:
-    return rows[0:0].new_empty(1, *rows.shape[1:]).nbytes
+    return math.prod(rows.shape[1:]) * rows.element_size()
 
 
 def gather_numbers(measure: Callable[[], float], group: ProcessGroup) -> list[float]:
     """What every rank measures. If that raises on some rank, all ranks raise."""
-    failure: Exception | None = None
-    number = 0.0
-    try:
-        number = measure()
-    except Exception as error:
-        failure = error
+    number, failure = _attempt(measure, instead=0.0)
     report = torch.tensor([failure is not None, number], dtype=torch.float64, device=_device_for(group))
     reports = torch.stack(gather_everywhere(report, group)).tolist()
     if any(failed for failed, _ in reports):

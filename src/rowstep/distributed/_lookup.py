@@ -192,7 +192,7 @@ class ShardedTable(nn.Module):
         """The row of this rank's block that is the padding row, if it owns that."""
         if self.padding_idx is None:
             return None
-        position = int(self._shard.order.positions(torch.tensor(self.padding_idx)))
+        position = int(self._shard.order.positions(torch.tensor(self.padding_idx, device="cpu")))
         positions = self._shard.positions
         return position - positions.start if position in positions else None
 
