@@ -19,7 +19,8 @@ from .._kernels import adam as kernels
 from .._kernels import catch_up as strides
 from .._kernels import group as grouping
 from .._kernels import norm as norms
-from .._kernels.launch import PARALLEL_FROM_BYTES, parallel_region, workspace
+from .._kernels.launch import PARALLEL_FROM_BYTES, workspace
+from .._kernels.parallel import launch
 from .._rule import Rule
 from .._schedule import Schedule
 from .._state import State, compute_dtype
@@ -65,8 +66,7 @@ def norm(gradient: RowGradient, power: float) -> float:
         bounds[0, 1] = gradient.row_count
         norms.norm_part(0, power, sums, *arguments, _LIKE[values.dtype], gradient.columns)
     else:
-        with parallel_region:
-            norms.norm_parallel(power, sums, *arguments, _LIKE[values.dtype], gradient.columns)
+        launch(norms.norm_parallel, threads, power, sums, *arguments, _LIKE[values.dtype], gradient.columns)
     return float(sums.max() if power == math.inf else sums.sum() ** (1 / power))
 
 
@@ -110,8 +110,7 @@ def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule) -> in
         bounds[0, 1] = gradient.row_count
         kernels.update_part(0, *arguments)
     else:
-        with parallel_region:
-            kernels.update_parallel(*arguments)
+        launch(kernels.update_parallel, threads, *arguments)
     # Autograd did not see the writes, and must know that what it saved for a backward pass is out of date.
     torch.autograd.graph.increment_version(param)
     return int(bounds[2, :threads].sum()) if rule.skip_nonfinite else 0
@@ -157,8 +156,7 @@ def catch_up(param: Tensor, state: State, since: Tensor, schedule: Schedule, row
     if threads == 1:
         serial(0, scratch, *work, *arguments)
     else:
-        with parallel_region:
-            parallel(scratch, *work, *arguments)
+        launch(parallel, threads, scratch, *work, *arguments)
 
 
 def count_stale(since: Tensor, rows: Tensor, step: int) -> int:

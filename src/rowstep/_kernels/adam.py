@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from .bits import (
     CACHE_LINE,
@@ -33,20 +33,12 @@ from .bits import (
     widen,
 )
 from .group import group, next_row_start, split
+from .parallel import call_for_parts
 
 # How many cache lines to have under way, of the gradient and of the tables. At 64 columns that is 4 rows ahead, at 32
 # columns 8: the best of 2, 4, 8 and 16 in each case (10M x 32: 2.2 ms at 2 rows ahead, 1.1 ms at 8).
 _G_LINES_AHEAD = 64
 _TABLE_LINES_AHEAD = 48
-
-
-@njit(**JIT, parallel=True)
-def update_parallel(totals, bounds, rows_at, count, shift, row_bits, *arguments):
-    """``update_part`` for every part that there is a row of ``totals`` for."""
-    parts = totals.shape[0]
-    split(ids_at(rows_at, count), row_bits, parts, bounds)
-    for part in prange(parts):
-        update_part(np.int64(part), totals, bounds, rows_at, count, shift, row_bits, *arguments)
 
 
 @njit(**JIT)
@@ -88,6 +80,14 @@ def update_part(
         u = optional_row_at(u_at, row * m_bytes, columns, m_like)
         update_row(p, m, v, u, g, beta1, beta2, row_eps, row_step_size, maximize, shrink, decay)
     bounds[2, part] = skipped
+
+
+@njit(**JIT)
+def update_parallel(pool, threads, totals, bounds, rows_at, count, shift, row_bits, *arguments):
+    """``update_part`` for every part that there is a row of ``totals`` for."""
+    parts = totals.shape[0]
+    split(ids_at(rows_at, count), row_bits, parts, bounds)
+    call_for_parts(pool, threads, parts, update_part, (totals, bounds, rows_at, count, shift, row_bits, *arguments))
 
 
 @njit(**INLINE)

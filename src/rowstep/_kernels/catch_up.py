@@ -9,31 +9,17 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from .._schedule import COLUMNS, EBAR, M0, M2, M3, M4, M5, SAFE
 from .bits import INLINE, JIT, address_of, ids_at, narrow, optional_row_at, prefetch, row_at, widen
+from .parallel import call_for_parts
 
 # A momentum this small moves nothing any more, and as a denormal number it makes every later step three times slower.
 _TINY_MOMENTUM = 1e-30
 
 _ROWS_AHEAD = 8
 _SINCE_AHEAD = 32
-
-
-@njit(**JIT, parallel=True)
-def catch_up_ids_parallel(scratch, ids_from, count, *arguments):
-    for part in prange(scratch.shape[0]):
-        catch_up_ids(np.int64(part), scratch, ids_from, count, *arguments)
-
-
-@njit(**JIT, parallel=True)
-def catch_up_range_parallel(scratch, first, last, *arguments):
-    parts = scratch.shape[0]
-    for part in prange(parts):
-        start = first + (last - first) * part // parts
-        stop = first + (last - first) * (part + 1) // parts
-        catch_up_range(np.int64(part), scratch, start, stop, *arguments)
 
 
 @njit(**JIT)
@@ -67,12 +53,26 @@ def catch_up_range(
     part, scratch, first, last, since, p_at, m_at, v_at, u_at, p_like, m_like, columns,
     step, window, frozen, rate, root, decayed, beta1_powers, beta2_powers, ratio, growth, eps,
 ):  # fmt: skip
-    """Bring the rows first..last-1 up to date."""
+    """Bring those of the rows first..last-1 up to date that belong to this part of the work."""
+    parts = scratch.shape[0]
+    start, stop = first + (last - first) * part // parts, first + (last - first) * (part + 1) // parts
     schedule = (step, window, frozen, rate, root, decayed, beta1_powers, beta2_powers, ratio, growth, eps)
     sums, roots = scratch_rows(scratch, part)
-    for row in range(first, last):
+    for row in range(start, stop):
         if since[row] != step:
             catch_up_row(row, sums, roots, since, p_at, m_at, v_at, u_at, p_like, m_like, columns, schedule)
+
+
+@njit(**JIT)
+def catch_up_ids_parallel(pool, threads, scratch, *arguments):
+    """``catch_up_ids`` for every part that there is scratch memory for."""
+    call_for_parts(pool, threads, scratch.shape[0], catch_up_ids, (scratch, *arguments))
+
+
+@njit(**JIT)
+def catch_up_range_parallel(pool, threads, scratch, *arguments):
+    """``catch_up_range`` for every part that there is scratch memory for."""
+    call_for_parts(pool, threads, scratch.shape[0], catch_up_range, (scratch, *arguments))
 
 
 @njit(**INLINE)

@@ -6,18 +6,11 @@ A block's gradient is widened to the type computed with, in memory that stays in
 
 from __future__ import annotations
 
-import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from .adam import update_row
 from .bits import JIT, address_of, row_at, widen
-
-
-@njit(**JIT, parallel=True)
-def step_parallel(totals, *arguments):
-    """``step_part`` for every part that there is a row of ``totals`` for."""
-    for part in prange(totals.shape[0]):
-        step_part(np.int64(part), totals, *arguments)
+from .parallel import call_for_parts
 
 
 @njit(**JIT)
@@ -36,3 +29,9 @@ def step_part(part, totals, p, m, v, g, beta1, beta2, eps, step_size, shrink, de
         v_here = row_at(address_of(v) + here * v.itemsize, size, v)
         update_row(p_here, m_here, v_here, None, total, beta1, beta2, eps, step_size, None, shrink, decay)
         here += size
+
+
+@njit(**JIT)
+def step_parallel(pool, threads, totals, *arguments):
+    """``step_part`` for every part that there is a row of ``totals`` for."""
+    call_for_parts(pool, threads, totals.shape[0], step_part, (totals, *arguments))

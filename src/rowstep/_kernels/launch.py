@@ -1,4 +1,4 @@
-"""What every launch of a kernel shares: one parallel region at a time, and memory that is kept between launches."""
+"""What every launch of a kernel shares: when to use threads, and memory that is kept between launches."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import threading
 from typing import Any
 
 import numpy as np
-
-# Numba's workqueue layer ends the process when two threads start parallel kernels at the same time.
-parallel_region = threading.Lock()
 
 # Below this many bytes of gradient, waking threads costs more than they save.
 PARALLEL_FROM_BYTES = 128 << 10

@@ -5,20 +5,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from .adam import group_part, summed_gradient
 from .bits import CACHE_LINE, INLINE, JIT, ids_at
 from .group import next_row_start, split
-
-
-@njit(**JIT, parallel=True)
-def norm_parallel(power, sums, totals, bounds, rows_at, count, shift, row_bits, *arguments):
-    """``norm_part`` for every part that there is a row of ``totals`` for."""
-    parts = totals.shape[0]
-    split(ids_at(rows_at, count), row_bits, parts, bounds)
-    for part in prange(parts):
-        norm_part(np.int64(part), power, sums, totals, bounds, rows_at, count, shift, row_bits, *arguments)
+from .parallel import call_for_parts
 
 
 @njit(**JIT)
@@ -45,6 +37,15 @@ def norm_part(
                 result += np.float64(abs(g[c])) ** power if g[c] != 0 else 0.0
         here = end
     sums[part] = result
+
+
+@njit(**JIT)
+def norm_parallel(pool, threads, power, sums, totals, bounds, rows_at, count, shift, row_bits, *arguments):
+    """``norm_part`` for every part that there is a row of ``totals`` for."""
+    parts = totals.shape[0]
+    split(ids_at(rows_at, count), row_bits, parts, bounds)
+    rest = (power, sums, totals, bounds, rows_at, count, shift, row_bits, *arguments)
+    call_for_parts(pool, threads, parts, norm_part, rest)
 
 
 @njit(**INLINE)

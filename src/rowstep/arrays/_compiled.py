@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._kernels import adam, dense
-from .._kernels.launch import PARALLEL_FROM_BYTES, parallel_region, workspace
+from .._kernels.launch import PARALLEL_FROM_BYTES, workspace
+from .._kernels.parallel import launch
 from .._rule import Rule
 from . import _reference
 from ._operands import FloatArray
@@ -40,8 +41,7 @@ def step(p: FloatArray, m: FloatArray, v: FloatArray, g: FloatArray, rule: Rule)
             if threads == 1:
                 dense.step_part(0, *arguments)
             else:
-                with parallel_region:
-                    dense.step_parallel(*arguments)
+                launch(dense.step_parallel, threads, *arguments)
 
 
 def step_rows(p: FloatArray, m: FloatArray, v: FloatArray, rows: NDArray[np.int64], g: FloatArray, rule: Rule) -> None:
@@ -82,8 +82,7 @@ def step_rows(p: FloatArray, m: FloatArray, v: FloatArray, rows: NDArray[np.int6
         bounds[0, 1] = len(p)
         adam.update_part(0, *arguments)
     else:
-        with parallel_region:
-            adam.update_parallel(*arguments)
+        launch(adam.update_parallel, threads, *arguments)
 
 
 def _threads_for(grad: FloatArray) -> int:
