@@ -61,7 +61,7 @@ def update_part(
         p_at, m_at, v_at, p_bytes, m_bytes, _TABLE_LINES_AHEAD // ((p_bytes + 2 * m_bytes) // CACHE_LINE + 1) + 1,
     )  # fmt: skip
     skipped = 0
-    here = np.int64(0)
+    here = np.int64(0)  # a bare 0 has a type of its own, and all that is called with it would be compiled twice
     while here < last:
         row = np.int64(keys[here] >> shift)
         end = next_row_start(keys, last, here + 1, shift)
@@ -197,7 +197,7 @@ def any_nonfinite(total, row_count, rows_at, rows_count, shift, row_bits, keys, 
     shift = np.uint64(shift)
     total = row_at(address_of(total), total.size, total)
     count = group(ids_at(rows_at, rows_count), 0, row_count, shift, row_bits, keys, spare)
-    here = 0
+    here = np.int64(0)
     while here < count:
         end = next_row_start(keys, count, here + 1, shift)
         if not all_finite(summed_gradient(keys, here, end, shift, g_at, g_stride, g_like, total, None)):

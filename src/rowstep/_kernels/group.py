@@ -68,7 +68,7 @@ def group(rows, low, high, shift, row_bits, keys, spare):
     width = (row_bits + passes - 1) // passes
     # Each pass moves everything to the other array: start in the one that makes `keys` the last.
     source, target = (spare, keys) if passes % 2 else (keys, spare)
-    ascending, previous, count = True, np.int64(0), 0
+    ascending, previous, count = True, np.int64(0), np.int64(0)
     for position in range(rows.size):
         row = rows[position]
         source[count] = (np.uint64(row) << np.uint64(shift)) | np.uint64(position)

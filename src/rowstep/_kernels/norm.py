@@ -22,7 +22,7 @@ def norm_part(
     g_bytes = columns * g_like.itemsize
     ahead = (last, g_at, g_bytes, 64 // (g_bytes // CACHE_LINE + 1) + 1, 0, 0, 0, 0, 0, 1)
     result = 0.0
-    here = 0
+    here = np.int64(0)
     while here < last:
         end = next_row_start(keys, last, here + 1, np.uint64(shift))
         g = summed_gradient(keys, here, end, np.uint64(shift), g_at, g_stride, g_like, total, ahead)
