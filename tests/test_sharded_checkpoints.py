@@ -78,7 +78,7 @@ def contents(model: Model, optimizer: torch.optim.Optimizer) -> Contents:
                 value = value.full_tensor() if isinstance(value, DTensor) else value
                 value = value[shard.order.positions(torch.arange(len(value)))]
             found[f"{name} {key}"] = value.clone() if isinstance(value, Tensor) and value.dim() else float(value)
-        assert set(saved[number]) - {"row_order"} == set(optimizer.state[param])
+        assert set(saved[number]) - {"rowstep_row_order"} == set(optimizer.state[param])
     return found
 
 
@@ -257,7 +257,7 @@ def look_at_state_dicts(rank: int) -> None:
     assert weight.shape == (ROWS, WIDTH)
     assert weight.to_local().data_ptr() == model.words.weight.data_ptr()
     state = optimizer.state_dict()["state"][0]
-    assert set(state) == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "row_step", "row_order"}
+    assert set(state) == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "row_step", "rowstep_row_order"}
     for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "row_step"):
         assert state[key].to_local().data_ptr() == optimizer.state[model.words.weight][key].data_ptr()
     assert set(optimizer.state_dict()["state"]) == set(range(4))

@@ -246,6 +246,7 @@ def assert_as_predicted(measured: list[dict[str, Any]], element: int, index: int
         assert part["forward"] == {
             "headers": 16 * (count - 1),
             "ids": index * from_others,
+            "votes": 4 * (count - 1),
             "rows": element * WIDTH * for_others,
         }
         assert part["backward"] == {"gradients": element * WIDTH * from_others}

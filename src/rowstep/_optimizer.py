@@ -174,7 +174,8 @@ class RowOptimizer(Optimizer):
         """
         for group in self.param_groups:
             for param in group["params"]:
-                allocate(self.state[param], param, amsgrad=group["amsgrad"])
+                if param.requires_grad:
+                    allocate(self.state[param], param, amsgrad=group["amsgrad"])
 
     def _allocate_for_shards(self) -> None:
         if any(_shard.shard_of(param) is not None for param in self._all_params()):
@@ -209,6 +210,7 @@ class RowOptimizer(Optimizer):
                 for key, value in own.items():
                     group.setdefault(key, value)
             self._loaded(given)
+            self._allocate_for_shards()  # what was not in there has to be there for the next checkpoint
 
         # Ours is the last look at what will be loaded, and the first at what was: users' hooks see it finished.
         last = self.register_load_state_dict_pre_hook(check)

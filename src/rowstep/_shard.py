@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _MARK = "_rowstep_shard"
 
-ROW_ORDER = "row_order"
+ROW_ORDER = "rowstep_row_order"
 """The key under which state dicts keep the order of a table's rows, beside every tensor that is laid out in it."""
 
 
@@ -60,19 +60,29 @@ class Shard:
         mesh = _mesh(self.group, local.device.type)
         return DTensor.from_local(local, mesh, [Cut(0)], run_check=False, shape=shape, stride=stride)
 
+    def order_of(self, constants: Tensor | None, value: object) -> RowOrder:
+        """The order of a loaded tensor, from the constants that came with it, if any.
+
+        Blocks that came without are ours, since only we make them. Whole tables that came without were never sharded.
+        """
+        from .distributed._plan import RowOrder
+
+        if constants is not None:
+            return RowOrder(*constants.tolist())
+        return self.order if _is_in_blocks(value) else RowOrder.by_id(self.order.rows)
+
     def as_local(self, value: Tensor, order: RowOrder) -> Tensor:
-        """This rank's rows of a whole table's tensor, which is laid out in ``order``; a view where that is possible."""
+        """This rank's rows of a whole table's tensor, which is laid out in ``order``; of its own blocks, a view."""
         from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor import Shard as Cut
 
         if value.shape[:1] != (self.order.rows,):
             raise ValueError(f"a tensor of shape {tuple(value.shape)} was loaded for a table of {self.order.rows} rows")
         if isinstance(value, DTensor):
-            if order == self.order and value.placements == (Cut(0),):
+            if order == self.order and _is_in_blocks(value):
                 return value.to_local()
             value = value.full_tensor()
         if order == self.order:
-            return value[self.positions.start : self.positions.stop]
+            return value[self.positions.start : self.positions.stop].clone()  # and let go of the rest
         positions = torch.arange(self.positions.start, self.positions.stop, device=value.device)
         return value.index_select(0, order.positions(self.order.ids(positions)))
 
@@ -106,12 +116,11 @@ def as_local_state(state: State, param: Tensor) -> State:
     if shard is None:
         shard = Shard(RowOrder.by_id(len(param)), range(len(param)), None)
     rows = shard.order.rows
-    saved = RowOrder.by_id(rows) if order is None else RowOrder(*order.tolist())
-    return {
-        key: shard.as_local(value, saved) if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value
-        for key, value in state.items()
-        if key != ROW_ORDER
-    }
+    local = {key: value for key, value in state.items() if key != ROW_ORDER}
+    for key, value in local.items():
+        if isinstance(value, Tensor) and value.shape[:1] == (rows,):
+            local[key] = shard.as_local(value, shard.order_of(order, value))
+    return local
 
 
 def for_each_param(state_dict: StateDict, params: list[Tensor], change: Callable[[State, Tensor], State]) -> StateDict:
@@ -124,6 +133,14 @@ def for_each_param(state_dict: StateDict, params: list[Tensor], change: Callable
         if number in states:
             states[number] = change(states[number] | read_back, param)
     return state_dict | {"state": states}
+
+
+def _is_in_blocks(value: object) -> bool:
+    """Whether this is a whole table's tensor of which every rank has its own rows."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import Shard as Cut
+
+    return isinstance(value, DTensor) and value.placements == (Cut(0),)
 
 
 def _mesh(group: ProcessGroup, device_type: str) -> Any:

@@ -152,7 +152,9 @@ class SparseAdam(RowOptimizer):
         for group in self.param_groups:
             if group["bias_correction"] == "row":
                 for param in group["params"]:
-                    if shard_of(param) is not None:  # of others it is not known whether they have row gradients
+                    if (
+                        param.requires_grad and shard_of(param) is not None
+                    ):  # of others it is not known whether they have row gradients
                         ensure_row_steps(self.state[param], tuple(param.shape[:1]))
 
     def _loaded(self, given: StateDict) -> None:

@@ -6,7 +6,7 @@ lie in the same order for any number of ranks, and torch cuts them anew.
 
 A table that was never sharded lies in the order of its ids. ``load`` reads either into either: rows that lie in another
 order are read chunk by chunk, and put where they belong. The order of a tensor's rows is written beside it, under the
-key ``row_order``; without one, it is that of the ids.
+key ``rowstep_row_order``; without one, it is that of the ids.
 """
 
 from __future__ import annotations
@@ -41,17 +41,20 @@ def load(
     storage_reader: StorageReader | None = None,
     process_group: ProcessGroup | None = None,
     no_dist: bool = False,
+    allow_partial_load: bool = False,
 ) -> None:
     """``torch.distributed.checkpoint.load``, for checkpoints of sharded and of whole tables alike.
 
     ``load({"model": model, "optimizer": optimizer}, path)`` reads into models and optimizers, sharded over any number
     of ranks or not at all, what ``dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)`` has written
-    from models sharded over any other number, or not at all. State dicts can be given instead, as to torch's own.
+    from models sharded over any other number, or not at all. State dicts can be given instead, as to torch's own. What
+    is not in the checkpoint raises, unless ``allow_partial_load``; then it stays as it is.
     """
     if storage_reader is None:
         if checkpoint_id is None:
             raise ValueError("expected checkpoint_id or storage_reader, to know what to read")
         storage_reader = FileSystemReader(checkpoint_id)
+    storage_reader.reset(checkpoint_id)
     group = None if no_dist else _exchange.default_group(process_group)
     orders = _exchange.agree(lambda: _saved_orders(storage_reader), group)
     with warnings.catch_warnings():
@@ -60,7 +63,7 @@ def load(
             state_dict,
             checkpoint_id=checkpoint_id,
             storage_reader=storage_reader,
-            planner=_Planner(orders),
+            planner=_Planner(orders, allow_partial_load),
             process_group=process_group,
             no_dist=no_dist,
         )
@@ -84,8 +87,8 @@ def _place(key: str) -> str:
 class _Planner(DefaultLoadPlanner):
     """Torch's plan, except for tables whose rows lie in another order in the checkpoint: those are put into place."""
 
-    def __init__(self, saved: dict[str, RowOrder]) -> None:
-        super().__init__()
+    def __init__(self, saved: dict[str, RowOrder], allow_partial_load: bool) -> None:
+        super().__init__(allow_partial_load=allow_partial_load)
         self._saved = saved
 
     def set_up_planner(
@@ -107,7 +110,7 @@ class _Planner(DefaultLoadPlanner):
         assert self.metadata is not None
         moved = {key for key, value in self.state_dict.items() if self._lies_otherwise(key, value)}
         rest = {key: value for key, value in self.state_dict.items() if key not in moved}
-        plan = create_default_local_load_plan(rest, self.metadata, strict=True)
+        plan = create_default_local_load_plan(rest, self.metadata, strict=not self.allow_partial_load)
         for key in sorted(moved):
             plan.items.extend(self._read_all_chunks(key))
         return plan
@@ -127,6 +130,8 @@ class _Planner(DefaultLoadPlanner):
     def _read_all_chunks(self, key: str) -> list[ReadItem]:
         assert self.metadata is not None
         written, here = self.metadata.state_dict_metadata.get(key), self.state_dict[key]
+        if written is None and self.allow_partial_load:
+            return []
         if not isinstance(written, TensorStorageMetadata):
             raise RuntimeError(f"Missing key in checkpoint state_dict: {key}.")
         if written.size != here.shape:

@@ -30,7 +30,7 @@ def allreduce_hook(group: ProcessGroup | None, bucket: GradBucket) -> torch.futu
     """A DDP communication hook: torch's for dense gradients; for sparse ones their mean over ranks, done right.
 
     ``model.register_comm_hook(None, rowstep.distributed.allreduce_hook)``. Duplicates are summed before anything is
-    sent; what arrives is concatenated, in the order of ranks, and stays uncoalesced.
+    sent; what arrives is concatenated, in the order of ranks, and stays uncoalesced. Not for ``static_graph=True``.
     """
     gradient = bucket.buffer()
     if not gradient.is_sparse:
@@ -69,9 +69,15 @@ def ddp(model: nn.Module, process_group: ProcessGroup | None = None, **options: 
     a backward pass takes.
     """
     sharded = [name for name, module in model.named_modules() if isinstance(module, ShardedTable)]
-    own = [f"{name}.{key}".removeprefix(".") for name in sharded for key in ("weight", ROW_ORDER)]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)  # type: ignore[no-untyped-call]
+    own = {f"{name}.{key}".removeprefix(".") for name in sharded for key in ("weight", ROW_ORDER)}
+    own |= set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))  # what the user wants left alone
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(own))  # type: ignore[no-untyped-call]
     tables = [module for module in model.modules() if _is_replicated_table(module)]
+    if tables and options.get("static_graph"):
+        raise ValueError(
+            "static_graph=True cannot be honoured with tables that every rank holds whole: their gradients are "
+            "exchanged when the backward pass is through, and DDP would wait for them within it"
+        )
     if tables:
         options.setdefault("find_unused_parameters", True)
     group = _exchange.twin_group(process_group)

@@ -1,20 +1,22 @@
 """Every collective of this library.
 
-A lookup is three of them, in which every rank takes part whether it has ids or not:
+A lookup is four of them, in which every rank takes part whether it has ids or not:
 
-    headers   each rank tells each other how many rows it wants, and whether it can go on at all
+    headers   each rank tells each other what it looks up, how many rows it wants, and whether it can go on at all
     ids       the rows wanted, as numbers in the owner's block
+    vote      whether every owner could read what it was asked for
     rows      what was asked for, from the owners to those who asked; in the backward pass gradients go the other way
 
-An exception that one rank meets before its header goes out travels with it: every rank learns of it in the same call
-and raises, and nobody waits for a message that never comes.
+An exception that one rank meets on the way travels with its header or its vote: every rank learns of it in the same
+call and raises, and nobody waits for rows that never come.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -27,8 +29,6 @@ from ._distinct import Distinct, distinct
 
 _T = TypeVar("_T")
 _S = TypeVar("_S")
-
-_GOES_ON, _FAILED, _WANTS_A_VOTE = 0, 1, 2
 
 
 class PeerError(RuntimeError):
@@ -47,6 +47,7 @@ class Traffic:
 
 
 _counting: list[Traffic] = []
+_tables: MutableMapping[ProcessGroup, int] = weakref.WeakKeyDictionary()  # how many each group has
 
 
 @contextlib.contextmanager
@@ -80,7 +81,20 @@ class Route(NamedTuple):
 
 def ranks_of(group: ProcessGroup | None) -> tuple[int, int]:
     """This process's rank in the group, and how many there are."""
-    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    if group is None:
+        return 0, 1
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("this process is not one of the ranks of the group")
+    return rank, dist.get_world_size(group)
+
+
+def number_of_table(group: ProcessGroup | None) -> int:
+    """A number for a new table, by which ranks see whether they look up the same one."""
+    if group is None:
+        return 0
+    _tables[group] = _tables.get(group, 0) + 1
+    return _tables[group]
 
 
 def default_group(group: ProcessGroup | None) -> ProcessGroup | None:
@@ -108,28 +122,31 @@ class Agreement(NamedTuple):
     way: Route
     owed: Tensor
     """The numbers of the rows that it owes the others, by who asked."""
-    votes: bool
-    """Whether some rank wants a vote before rows are sent."""
 
 
-def agree_on_rows(ask: Callable[[], Request], group: ProcessGroup, *, votes: bool) -> Agreement:
-    """Agree on who sends what to whom.
+def agree_on_rows(ask: Callable[[], Request], group: ProcessGroup, *, call: int) -> Agreement:
+    """Agree on who sends what to whom. ``call`` says what is looked up, and must be the same on all ranks.
 
     Whatever ``ask`` raises on some rank is raised there, and a :class:`PeerError` on all others.
     """
     rank, ranks = ranks_of(group)
     request, failure = _attempt(ask, instead=Request(distinct(torch.empty(0)), torch.empty(0), [0] * ranks))
-    flag = _FAILED if failure else _WANTS_A_VOTE if votes else _GOES_ON
-    headers = torch.tensor([[flag, count] for count in request.asked], device=_device_for(group))
+    word = call << 1 | (failure is not None)
+    headers = torch.tensor([[word, count] for count in request.asked], device=_device_for(group))
     answers = torch.empty_like(headers)
     _count("headers", rank, [1] * ranks, 16)
     dist.all_to_all_single(answers, headers, group=group)
-    flags, owed = answers.t().tolist()
-    if _FAILED in flags:
+    words, owed = answers.t().tolist()
+    if any(word & 1 for word in words):
         _raise_everywhere(failure, group)
+    if len(set(words)) > 1:
+        raise RuntimeError(
+            "ranks look up different tables in one call, or some of them without a gradient; expected the same lookups "
+            f"in the same order on every rank (numbers of tables by rank: {[word >> 2 for word in words]})"
+        )
     way = Route(request.asked, owed, group)
     _count("ids", rank, request.asked, request.numbers.element_size())
-    return Agreement(request, way, _swap(request.numbers, way.back), _WANTS_A_VOTE in flags)
+    return Agreement(request, way, _swap(request.numbers, way.back))
 
 
 def agree(action: Callable[[], _T], group: ProcessGroup | None) -> _T:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F  # noqa: N812  # as torch's own documents have it
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from .. import _shard
@@ -61,12 +62,12 @@ class ShardedTable(nn.Module):
         self.max_norm, self.norm_type, self.gradient = max_norm, norm_type, gradient
         group = _exchange.default_group(group)
         self.rank, self.ranks = _exchange.ranks_of(group)
+        self._number = _exchange.number_of_table(group)
         self._blocks = Blocks(num_embeddings, self.ranks)
         self._shard = Shard(RowOrder.spread(num_embeddings), self._blocks.of(self.rank), group)
         self._lookup_hooks: OrderedDict[int, LookupHook] = OrderedDict()
         rows = torch.empty(len(self._shard.positions), embedding_dim, device=device, dtype=dtype)
         self.weight = nn.Parameter(rows, requires_grad=not freeze)
-        _shard.mark(self.weight, self._shard)
         # The constants of the order count; this is their place in state dicts.
         self.register_buffer(ROW_ORDER, self._shard.order_as_tensor)
         if full_weight is None:
@@ -79,6 +80,16 @@ class ShardedTable(nn.Module):
         """The ranks that share the table; None in a single process without torch.distributed."""
         return self._shard.group  # and nowhere else: a copy of the module must not try to copy the group
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "weight":
+            _shard.mark(self.weight, self._shard)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        _shard.mark(self.weight, self._shard)  # to_empty, and some conversions, make another Parameter
+        return self
+
     # Contents
 
     @torch.no_grad()
@@ -88,6 +99,8 @@ class ShardedTable(nn.Module):
         Ranks that share a seed make the same table that a single process with that seed would make.
         """
         seed = int(torch.randint(2**62, (), device="cpu"))
+        if self.weight.is_meta:
+            return
         positions = self._shard.positions
         for chunk in range(positions.start // _ROWS_PER_SEED, -(-positions.stop // _ROWS_PER_SEED)):
             generator = torch.Generator("cpu").manual_seed((seed + 0x9E3779B97F4A7C15 * chunk) % 2**63)
@@ -153,18 +166,28 @@ class ShardedTable(nn.Module):
             return self._read(found.numbers.to(torch.int64)), found
 
         def ask() -> Request:
+            self._refuse_torchs_ddp()
             check()
             found = self._distinct_positions(ids)
             # Sorted by position is sorted by owner: the blocks follow each other.
             in_block = (found.numbers % self._blocks.size).to(self._index_dtype)
             return Request(found, in_block, self._blocks.cut(found.numbers))
 
-        agreed = _exchange.agree_on_rows(ask, self.group, votes=bool(self._lookup_hooks))
+        has_backward = torch.is_grad_enabled() and self.weight.requires_grad
+        agreed = _exchange.agree_on_rows(ask, self.group, call=self._number << 1 | has_backward)
         owed = agreed.owed.to(torch.int64)
-        # A hook is somebody else's code, and may raise on one rank only: then all have to hear of it.
-        rows = _exchange.agree(lambda: self._read(owed), self.group) if agreed.votes else self._read(owed)
+        # A hook is somebody else's code, and memory may run out: then all have to hear of it before they wait for rows.
+        rows = _exchange.agree(lambda: self._read(owed), self.group)
         divisor = self.ranks if self.gradient == "mean" else 1
         return _exchange.send_rows(rows, agreed.way, divisor=divisor), agreed.request.found
+
+    def _refuse_torchs_ddp(self) -> None:
+        active: Any = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+        if active is not None and any(param is self.weight for param in active._module_parameters):
+            raise RuntimeError(
+                "torch's DistributedDataParallel was given a model with a sharded table, and has overwritten every "
+                "rank's rows with those of rank 0; use rowstep.distributed.ddp"
+            )
 
     def _distinct_positions(self, ids: Tensor) -> Distinct:
         positions = self._shard.order.positions(ids)
@@ -207,13 +230,9 @@ class ShardedTable(nn.Module):
         given = dict(state_dict)
         constants, loaded = given.get(prefix + ROW_ORDER), given.get(prefix + "weight")
         if loaded is not None:
-            order = RowOrder.by_id(self.num_embeddings) if constants is None else RowOrder(*constants.tolist())
-            if _is_in_blocks(loaded):
-                self._shard.order = order  # the rows are where they are: what they are called comes with them
-            given[prefix + "weight"] = self._shard.as_local(loaded, order)
+            given[prefix + "weight"] = self._shard.as_local(loaded, self._shard.order_of(constants, loaded))
             given[prefix + ROW_ORDER] = self._shard.order_as_tensor
         super()._load_from_state_dict(given, prefix, *args)
-        _shard.mark(self.weight, self._shard)  # load_state_dict(assign=True) brings another Parameter
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -227,12 +246,6 @@ class ShardedTable(nn.Module):
             text += f", max_norm={self.max_norm}, norm_type={self.norm_type}"
         owned = self._shard.positions
         return f"{text}, gradient={self.gradient!r}, rank {self.rank} of {self.ranks} owns {len(owned)} rows"
-
-
-def _is_in_blocks(value: Tensor) -> bool:
-    from torch.distributed.tensor import DTensor, Shard
-
-    return isinstance(value, DTensor) and value.placements == (Shard(0),)
 
 
 def _row_number(index: int | None, rows: int) -> int | None:

@@ -108,7 +108,7 @@ def bytes_per_step(ids: int, distinct: float, width: int, ranks: int, *, element
 
     ``ids`` are looked up per rank, and a share ``distinct`` of them are different. Of those, all but one in ``ranks``
     belong to others: their numbers and their gradients go out; and as many rows go out to others that ask for them. A
-    header of 16 bytes goes to every other rank. ``docs/scaling.md`` derives it.
+    header of 16 bytes and a vote of 4 go to every other rank. ``docs/scaling.md`` derives it.
     """
     others = (ranks - 1) / ranks
-    return others * ids * distinct * (index + 2 * width * element) + 16 * (ranks - 1)
+    return others * ids * distinct * (index + 2 * width * element) + 20 * (ranks - 1)

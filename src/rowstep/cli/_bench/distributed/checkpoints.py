@@ -103,10 +103,10 @@ def _train(
 def _contents(table: ShardedEmbedding, optimizer: torch.optim.Optimizer) -> Contents:
     """Weights, moments and counters. All ranks call this together."""
     state: dict[str, Any] = optimizer.state_dict()["state"][0]
-    rows, multiplier, offset = state["row_order"].tolist()
+    rows, multiplier, offset = state["rowstep_row_order"].tolist()
     positions = (multiplier * torch.arange(rows) + offset) % rows
     found = {"weight": table.full_weight().numpy()}
-    for key in sorted(state.keys() - {"row_order"}):  # on every rank in the same order
+    for key in sorted(state.keys() - {"rowstep_row_order"}):  # on every rank in the same order
         value = state[key]
         found[key] = np.asarray(value.full_tensor()[positions] if isinstance(value, DTensor) else value)
     return found

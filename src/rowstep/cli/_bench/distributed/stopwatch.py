@@ -17,9 +17,9 @@ import torch.distributed as dist
 from rowstep.cli._bench.distributed.training import Trainer
 from rowstep.distributed import _exchange, _lookup
 
-DEDUPE, READ, PHASES = "dedupe", "read rows", ("rest of forward", "rest of backward", "optimizer")
+DEDUPE, READ, VOTE, PHASES = "dedupe", "read rows", "vote", ("rest of forward", "rest of backward", "optimizer")
 SWAPS = {"headers": "headers, and waiting", "ids": "send ids", "rows": "send rows", "gradients": "send gradients"}
-STAGES = (DEDUPE, SWAPS["headers"], SWAPS["ids"], READ, SWAPS["rows"], PHASES[0], SWAPS["gradients"], *PHASES[1:])
+STAGES = (DEDUPE, SWAPS["headers"], SWAPS["ids"], READ, VOTE, SWAPS["rows"], PHASES[0], SWAPS["gradients"], *PHASES[1:])
 
 
 class Stopwatch:
@@ -71,6 +71,7 @@ class Stopwatch:
             _exchange.agree_on_rows,
             _lookup.ShardedTable._read,
         )
+        agree = _exchange.agree
 
         def note_message(kind: str, *rest: Any) -> None:
             self._message = kind  # it is counted right before it is sent
@@ -87,6 +88,10 @@ class Stopwatch:
 
             return asking(timed_ask, *args, **options)
 
+        def timed_agree(*args: Any) -> Any:
+            with self._stage(VOTE):
+                return agree(*args)
+
         def timed_read(*args: Any) -> Any:
             with self._stage(READ):
                 return read(*args)
@@ -95,6 +100,7 @@ class Stopwatch:
             mock.patch.object(_exchange, "_count", note_message),
             mock.patch.object(dist, "all_to_all_single", timed_swap),
             mock.patch.object(_exchange, "agree_on_rows", timed_asking),
+            mock.patch.object(_exchange, "agree", timed_agree),
             mock.patch.object(_lookup.ShardedTable, "_read", timed_read),
         ):
             yield
