@@ -80,7 +80,9 @@ class Shard:
         if isinstance(value, DTensor):
             if order == self.order and _is_in_blocks(value):
                 return value.to_local()
-            value = value.full_tensor()
+            from .distributed import _exchange
+
+            value = _exchange.whole(value)
         if order == self.order:
             return value[self.positions.start : self.positions.stop].clone()  # and let go of the rest
         positions = torch.arange(self.positions.start, self.positions.stop, device=value.device)

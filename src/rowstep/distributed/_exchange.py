@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from ._distinct import Distinct, distinct
 
@@ -257,6 +258,11 @@ def each_block(local: Tensor, lengths: list[int], group: ProcessGroup | None) ->
             _count("blocks", rank, [1] * len(lengths), block.nbytes)
         dist.broadcast(block, group_src=rank, group=group)
         yield block
+
+
+def whole(value: DTensor) -> Tensor:
+    """All rows of a tensor that is spread over ranks, on every rank."""
+    return value.full_tensor()
 
 
 def twin_group(group: ProcessGroup | None) -> ProcessGroup:
