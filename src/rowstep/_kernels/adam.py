@@ -24,6 +24,7 @@ from .bits import (
     INLINE,
     JIT,
     address_of,
+    borrowed,
     has_type_of,
     ids_at,
     narrow,
@@ -54,6 +55,7 @@ def update_part(
     part's row of ``totals``.
     """
     keys, last, total = group_part(part, totals, bounds, rows_at, count, shift, row_bits, keys, spare, columns)
+    p_like, m_like, g_like = borrowed(p_like), borrowed(m_like), borrowed(g_like)
     shift = np.uint64(shift)
     p_bytes, m_bytes, g_bytes = columns * p_like.itemsize, columns * m_like.itemsize, columns * g_like.itemsize
     ahead = (
@@ -195,7 +197,7 @@ def all_finite(g):
 def any_nonfinite(total, row_count, rows_at, rows_count, shift, row_bits, keys, spare, g_at, g_stride, g_like):
     """Whether the summed gradient of some row is not finite."""
     shift = np.uint64(shift)
-    total = row_at(address_of(total), total.size, total)
+    total, keys, g_like = borrowed(total), borrowed(keys), borrowed(g_like)
     count = group(ids_at(rows_at, rows_count), 0, row_count, shift, row_bits, keys, spare)
     here = np.int64(0)
     while here < count:

@@ -46,6 +46,23 @@ def address_of(typing_context, array):
 
 
 @intrinsic
+def borrowed(typing_context, array):
+    """The same array without its reference count, for use in loops; whoever called the kernel keeps it alive.
+
+    What is inlined into a loop counts the references to its arguments there, one atomic operation after the other.
+    Threads then fight for the counter of an array that none of them writes to: 26 tables of 16 columns took 2.7 ms so,
+    and 1.2 ms without; on one thread 2.7 and 2.1.
+    """
+
+    def codegen(context, builder, signature, arguments):
+        struct = context.make_array(array)(context, builder, arguments[0])
+        struct.meminfo = cgutils.get_null_value(struct.meminfo.type)
+        return struct._getvalue()
+
+    return array(array), codegen
+
+
+@intrinsic
 def row_at(typing_context, address, columns, like):
     """The memory at ``address`` as an array with the element type of the array ``like``.
 

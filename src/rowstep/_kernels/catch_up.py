@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from .._schedule import COLUMNS, EBAR, M0, M2, M3, M4, M5, SAFE
-from .bits import INLINE, JIT, address_of, ids_at, narrow, optional_row_at, prefetch, row_at, widen
+from .bits import INLINE, JIT, address_of, borrowed, ids_at, narrow, optional_row_at, prefetch, row_at, widen
 from .parallel import call_for_parts
 
 # A momentum this small moves nothing any more, and as a denormal number it makes every later step three times slower.
@@ -33,7 +33,11 @@ def catch_up_ids(
     p_bytes, m_bytes = columns * p_like.itemsize, columns * m_like.itemsize
     since_at = address_of(since)
     sums, roots = scratch_rows(scratch, part)
-    schedule = (step, window, frozen, rate, root, decayed, beta1_powers, beta2_powers, ratio, growth, eps)
+    since, p_like, m_like = borrowed(since), borrowed(p_like), borrowed(m_like)
+    schedule = (
+        step, borrowed(window), borrowed(frozen), borrowed(rate), borrowed(root), borrowed(decayed),
+        borrowed(beta1_powers), borrowed(beta2_powers), ratio, growth, eps,
+    )  # fmt: skip
     for position in range(ids.size):
         if position + _SINCE_AHEAD < ids.size:
             prefetch(since_at + ids[position + _SINCE_AHEAD] * since.itemsize, 1)
@@ -56,8 +60,12 @@ def catch_up_range(
     """Bring those of the rows first..last-1 up to date that belong to this part of the work."""
     parts = scratch.shape[0]
     start, stop = first + (last - first) * part // parts, first + (last - first) * (part + 1) // parts
-    schedule = (step, window, frozen, rate, root, decayed, beta1_powers, beta2_powers, ratio, growth, eps)
     sums, roots = scratch_rows(scratch, part)
+    since, p_like, m_like = borrowed(since), borrowed(p_like), borrowed(m_like)
+    schedule = (
+        step, borrowed(window), borrowed(frozen), borrowed(rate), borrowed(root), borrowed(decayed),
+        borrowed(beta1_powers), borrowed(beta2_powers), ratio, growth, eps,
+    )  # fmt: skip
     for row in range(start, stop):
         if since[row] != step:
             catch_up_row(row, sums, roots, since, p_at, m_at, v_at, u_at, p_like, m_like, columns, schedule)

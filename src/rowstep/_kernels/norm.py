@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit
 
 from .adam import group_part, summed_gradient
-from .bits import CACHE_LINE, INLINE, JIT, ids_at
+from .bits import CACHE_LINE, INLINE, JIT, borrowed, ids_at
 from .group import next_row_start, split
 from .parallel import call_for_parts
 
@@ -19,6 +19,7 @@ def norm_part(
 ):
     """Leave in ``sums[part]`` the sum of |g|^power over the rows of this part, or the largest |g| for power = inf."""
     keys, last, total = group_part(part, totals, bounds, rows_at, count, shift, row_bits, keys, spare, columns)
+    g_like = borrowed(g_like)
     g_bytes = columns * g_like.itemsize
     ahead = (last, g_at, g_bytes, 64 // (g_bytes // CACHE_LINE + 1) + 1, 0, 0, 0, 0, 0, 1)
     result = 0.0
