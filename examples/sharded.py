@@ -43,7 +43,7 @@ class Ratings(nn.Module):
         super().__init__()
         self.users = ShardedEmbedding(USERS, width)
         self.words = ShardedEmbeddingBag(WORDS, width, mode="mean")
-        self.tower = nn.Sequential(nn.Linear(3 * width, 32), nn.ReLU(), nn.Linear(32, 1))
+        self.tower = nn.Sequential(nn.Linear(3 * width, 32), nn.SiLU(), nn.Linear(32, 1))
         with torch.no_grad():
             for table in (self.users, self.words):
                 table.weight.mul_(0.1)  # rows drawn anew here would depend on how many the rank has
