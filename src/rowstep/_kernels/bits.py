@@ -50,8 +50,8 @@ def borrowed(typing_context, array):
     """The same array without its reference count, for use in loops; whoever called the kernel keeps it alive.
 
     What is inlined into a loop counts the references to its arguments there, one atomic operation after the other.
-    Threads then fight for the counter of an array that none of them writes to: 26 tables of 16 columns took 2.7 ms so,
-    and 1.2 ms without; on one thread 2.7 and 2.1.
+    Threads then fight for the counter of an array that none of them writes to: kernels of 26 tables of 16 columns, the
+    same ids every time, took 2.7 ms so and 1.2 ms without (the least of 600 runs); on one thread 2.7 and 2.1.
     """
 
     def codegen(context, builder, signature, arguments):
