@@ -238,3 +238,23 @@ def test_a_checkpoint_that_lacks_a_table_raises(tmp_path: Path) -> None:
         state_dict_saver.save({"table": ShardedEmbedding(ROWS, WIDTH).state_dict()}, checkpoint_id=tmp_path)
     with pytest.raises(BaseException, match=r"Missing key in checkpoint state_dict: other\.weight"):
         load({"other": ShardedEmbedding(ROWS, WIDTH).state_dict()}, tmp_path)
+
+
+def load_on_some_ranks(rank: int, path: Path) -> None:
+    """Whoever is not named waits for nobody, and nobody for it."""
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        table = ShardedEmbedding(ROWS, WIDTH, group=pair)
+        state_dict_saver.save({"table": table.state_dict()}, checkpoint_id=path, process_group=pair)
+        other = ShardedEmbedding(ROWS, WIDTH, group=pair)
+        load({"table": other.state_dict()}, path, process_group=pair)
+        assert torch.equal(other.weight, table.weight)
+        whole = table.full_weight()
+        if rank == 0:
+            plain = nn.Embedding(ROWS, WIDTH)
+            load({"table": plain.state_dict()}, path, no_dist=True)
+            assert torch.equal(plain.weight, whole)
+
+
+def test_some_ranks_or_one_can_load_alone(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(3, load_on_some_ranks, tmp_path)
