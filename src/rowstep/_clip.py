@@ -123,7 +123,7 @@ def _total_norm(parameters: list[Tensor], norm_type: float, foreach: bool | None
 
 def _checked(grad: Tensor, backend: _backends.Backend) -> RowGradient:
     gradient = row_gradient(grad, grad.shape)
-    outside = backend.first_outside(gradient)
+    outside = backend.first_outside(gradient.rows, gradient.row_count)
     if outside is not None:
         raise IndexError(outside_message(outside, gradient.row_count))
     return gradient

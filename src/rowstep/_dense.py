@@ -1,7 +1,14 @@
-"""Parameters with a dense gradient: torch's own functional Adam, fused where that is safe."""
+"""Parameters with a dense gradient: torch's own functional Adam, fused where that is safe.
+
+An interrupt may strike inside torch's code too, and a parameter must have taken its step whole or not at all. A fused
+step counts first and then moves all parameters in one call that nothing interrupts: a canary among them, one number
+that always moves, tells afterwards whether the call was made. Where torch takes several calls for a parameter, a copy
+of what it was before is kept until it has ended.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,9 +17,9 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from ._gradient import by_first_dimension
-from ._state import MOMENTS, State
+from ._state import MOMENTS, State, count_tensor, largest_count
 
-# The lists that torch's functional Adam takes, per parameter.
+# Per parameter: itself, its gradient, its state with moments.
 _Operands = tuple[Tensor, Tensor, State]
 
 _FUSED = ("cuda", "mps", "xpu")
@@ -20,14 +27,27 @@ _FUSED = ("cuda", "mps", "xpu")
 
 def update_all(items: Iterable[_Operands], group: Mapping[str, Any]) -> None:
     """One torch.optim.Adam step for these (parameter, gradient, state with moments) under the options of one group."""
-    fused: list[_Operands] = []
+    fused: dict[tuple[torch.device, torch.dtype], list[_Operands]] = {}
     plain: list[_Operands] = []
     for param, grad, state in items:
-        if not (isinstance(state["step"], Tensor) and state["step"].is_floating_point()):
-            state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32, device=param.device)
-        (fused if _can_fuse(param, grad, state) else plain).append((param, grad, state))
-    _call_torch(fused, group, fused=True)
-    _call_torch(plain, group, fused=False)
+        _ensure_countable(state, param.device)
+        if _can_fuse(param, grad, state):
+            fused.setdefault((param.device, param.dtype), []).append((param, grad, state))
+        else:
+            plain.append((param, grad, state))
+    for alike in fused.values():
+        _update_fused(alike, group)
+    for item in plain:
+        _update_plain(item, group)
+
+
+def _ensure_countable(state: State, device: torch.device) -> None:
+    """Let ``step`` be a Tensor that torch can add 1 to."""
+    step = state["step"]
+    if not (isinstance(step, Tensor) and step.is_floating_point()):
+        state["step"] = count_tensor(step, device)
+    elif step.is_cpu and step.item() >= largest_count(step.dtype):
+        state["step"] = count_tensor(step.item())
 
 
 def _can_fuse(param: Tensor, grad: Tensor, state: State) -> bool:
@@ -40,13 +60,59 @@ def _can_fuse(param: Tensor, grad: Tensor, state: State) -> bool:
     return bool(
         param.is_contiguous() and grad.is_contiguous()
         and m.is_contiguous() and v.is_contiguous() and u.is_contiguous()
-        and grad.dtype == dtype and m.dtype == dtype and v.dtype == dtype
+        and grad.dtype == dtype and m.dtype == dtype and v.dtype == dtype and step.dtype == torch.float32
     )  # fmt: skip
 
 
+def _update_fused(items: list[_Operands], group: Mapping[str, Any]) -> None:
+    """One call for all: their device and dtype are the same."""
+    canary = _canaries.fresh(items[0][0])
+    counts = [(state["step"], state["step"]._version) for _, _, state in items]
+    try:
+        _call_torch([*items, canary], group, fused=True)
+    except BaseException:
+        if not bool(canary[2]["exp_avg"]):  # at most, torch has counted
+            for step, version in counts:
+                if step._version != version:
+                    step.sub_(1)
+        raise
+
+
+class _Canaries(threading.local):
+    """For each device and dtype a parameter of one number; made once, since that takes 20 µs."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[torch.device, torch.dtype], _Operands] = {}
+
+    def fresh(self, like: Tensor) -> _Operands:
+        """One whose first moment is 0, and will not be once it has been stepped, whatever the betas."""
+        key = like.device, like.dtype
+        if key not in self._known:
+            with torch.inference_mode(False):
+                tensors = {name: like.new_zeros(1) for name in ("param", *MOMENTS)}
+                state: State = tensors | {"step": torch.zeros((), device=like.device)}
+                self._known[key] = state.pop("param"), like.new_full((1,), 1e4), state
+        canary = self._known[key]
+        canary[2]["exp_avg"].zero_()
+        return canary
+
+
+_canaries = _Canaries()
+
+
+def _update_plain(item: _Operands, group: Mapping[str, Any]) -> None:
+    param, _, state = item
+    tensors = [param, *(state[key] for key in ("step", *MOMENTS) if key in state)]
+    before = [tensor.clone() for tensor in tensors]
+    try:
+        _call_torch([item], group, fused=False)
+    except BaseException:
+        for tensor, old in zip(tensors, before, strict=True):
+            tensor.copy_(old)
+        raise
+
+
 def _call_torch(items: list[_Operands], group: Mapping[str, Any], *, fused: bool) -> None:
-    if not items:
-        return
     states = [state for _, _, state in items]
     adam(
         [param for param, _, _ in items],
@@ -77,7 +143,7 @@ class Untouched:
     """Puts rows of a parameter and its state back as they were, after an update that does not know how to skip them."""
 
     def __init__(self, param: Tensor, state: State, rows: Tensor) -> None:
-        self._rows = rows
+        self._rows, self.count = rows, len(rows)
         self._tables = [
             table if table.dim() else table.unsqueeze(0)
             for table in (param, *(state[key] for key in MOMENTS if key in state))

@@ -33,6 +33,8 @@ class RowGradient:
     """The leading dimensions of the parameter that a row number runs over; empty where one row is the whole of it."""
     row_count: int
     columns: int
+    is_addressable: bool | None = None
+    """Whether kernels can take both by address; None until the gate has looked."""
 
     @property
     def is_empty(self) -> bool:

@@ -1,11 +1,13 @@
 """What every optimizer of this library does the same way: checks, the two halves of a step, dense gradients, loading.
 
 A step first looks at every gradient of every group and raises if one cannot be taken; only then it writes. So an error
-leaves every tensor as it was.
+leaves every tensor as it was. An interrupt can strike later too: then each parameter has taken its step whole or not at
+all, and the next step goes on from there.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, overload
 
@@ -15,11 +17,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
 from . import _backends, _dense, _rows, _shard
-from ._backends import Backend
+from ._backends import Backend, Outcome
+from ._backends.gate import admit_gradient
 from ._gradient import RowGradient, outside_message, row_gradient
+from ._loading import check_states, check_structure
 from ._options import check_group, check_layouts, check_learning_rate, parameter_name
 from ._rows import Init
-from ._state import State, allocate, ensure_moments, misfit
+from ._state import FLOATS, State, allocate, ensure_moments, misfit
 
 Group = dict[str, Any]
 
@@ -47,10 +51,17 @@ class RowOptimizer(Optimizer):
         check_learning_rate(defaults["lr"], zero_allowed=False)
         self._check_group(defaults, "")
         self._is_complete = False
+        self._begin_locking()
         super().__init__(params, defaults)
         check_layouts(self.param_groups, type(self).__name__)
         self._is_complete = True
         self._allocate_for_shards()
+
+    def _begin_locking(self) -> None:
+        # One thread at a time: a step, a catch-up and a flush write to the same rows. Re-entrant, because a signal
+        # handler that saves a checkpoint may run in the middle of a step, in the same thread.
+        self._lock = threading.RLock()
+        self._unfinished: Callable[[], None] | None = None
 
     def _check_group(self, group: Mapping[str, Any], where: str) -> None:
         """Raise if these options cannot be honoured; ``where`` names the group."""
@@ -84,14 +95,49 @@ class RowOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        backend = _backends.chosen()
-        work = [self._collect(index, group, backend) for index, group in enumerate(self.param_groups)]
-        for group, (rows, dense) in zip(self.param_groups, work, strict=True):
-            for item in rows:
-                self._step_rows(item, group, backend)
-            if dense:
-                self._step_dense(dense, group, backend)
+        with self._lock:
+            self._finish_step()
+            backend = _backends.chosen()
+            work = [self._collect(index, group, backend) for index, group in enumerate(self.param_groups)]
+            for group, (rows, dense) in zip(self.param_groups, work, strict=True):
+                for item in rows:
+                    self._step_rows(item, group, backend)
+                if dense:
+                    self._step_dense(dense, group, backend)
         return loss
+
+    def _whole_or_not_at_all(
+        self, update: Callable[[Outcome], None], count: Callable[[Outcome], None], *, is_empty: bool
+    ) -> None:
+        """Update a parameter's rows, if it has any to update, and count the step.
+
+        Whatever interrupts it: a step that was made is counted, and one that was not is not. ``count`` may be called
+        twice, and writes the same both times.
+        """
+        outcome = Outcome()
+
+        def finish() -> None:
+            if outcome.is_complete:
+                count(outcome)
+
+        self._unfinished = finish
+        try:
+            if is_empty:
+                outcome.complete()
+            else:
+                update(outcome)
+            count(outcome)
+        except BaseException:
+            finish()
+            self._unfinished = None
+            raise
+        self._unfinished = None
+
+    def _finish_step(self) -> None:
+        """Take a step to its end that was interrupted a second time while that was done, or by a signal's handler."""
+        if self._unfinished is not None:
+            self._unfinished()
+            self._unfinished = None
 
     def _collect(self, group_index: int, group: Group, backend: Backend) -> Work:
         """What this group has to do. Writes nothing, and raises if some gradient cannot be taken."""
@@ -107,7 +153,8 @@ class RowOptimizer(Optimizer):
                 if item is None:
                     work.dense.append((param, grad))
                 else:
-                    outside = backend.first_outside(item.gradient)
+                    admit_gradient(item.gradient)
+                    outside = backend.first_outside(item.gradient.rows, item.gradient.row_count)
                     if outside is not None:
                         raise IndexError(outside_message(outside, item.gradient.row_count))
                     work.rows.append(item)
@@ -159,13 +206,24 @@ class RowOptimizer(Optimizer):
     def _operate(self, param: Tensor, change: Callable[[State], None]) -> None:
         """Change the rows of a parameter and of its state."""
         self._group_of(param)
-        change(self.state.get(param, {}))
+        with self._lock:
+            self._finish_step()
+            state = self.state.get(param, {})
+            if reason := misfit(state, param):
+                raise ValueError(reason)
+            change(state)
 
     def _group_of(self, param: Tensor) -> Group:
+        group = self._find_group(param)
+        if group is None:
+            raise ValueError(f"a parameter of shape {tuple(param.shape)} is not one of this optimizer's")
+        return group
+
+    def _find_group(self, param: Tensor) -> Group | None:
         for group in self.param_groups:
             if any(param is other for other in group["params"]):
                 return group
-        raise ValueError(f"a parameter of shape {tuple(param.shape)} is not one of this optimizer's")
+        return None
 
     def allocate_state(self) -> None:
         """Make the state of every parameter now, and not at its first step: checkpoints can then be read into it.
@@ -186,7 +244,9 @@ class RowOptimizer(Optimizer):
 
     def state_dict(self) -> StateDict:
         """As torch's. The state of a sharded table's rows is given as DTensors over the same memory."""
-        state_dict = super().state_dict()
+        with self._lock:
+            self._finish_step()
+            state_dict = super().state_dict()
         return _shard.for_each_param(state_dict, self._all_params(), _shard.as_global_state)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -198,7 +258,9 @@ class RowOptimizer(Optimizer):
         own_groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
 
         def check(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
+            check_structure(state_dict)
             given.update(_shard.for_each_param(state_dict, self._all_params(), _shard.as_local_state))
+            check_states(given, self._all_params())
             for index, (own, new) in enumerate(zip(own_groups, given["param_groups"], strict=False)):
                 where = f" in group {index} of the loaded state"
                 check_learning_rate((own | new)["lr"], zero_allowed=True, where=where)
@@ -215,26 +277,41 @@ class RowOptimizer(Optimizer):
         # Ours is the last look at what will be loaded, and the first at what was: users' hooks see it finished.
         last = self.register_load_state_dict_pre_hook(check)
         first = self.register_load_state_dict_post_hook(complete, prepend=True)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            last.remove()
-            first.remove()
+        with self._lock:
+            self._finish_step()
+            before = {"state": self.state, "param_groups": self.param_groups}
+            try:
+                super().load_state_dict(state_dict)
+            except BaseException:
+                self.__dict__.update(before)
+                raise
+            finally:
+                last.remove()
+                first.remove()
 
     def _loaded(self, given: StateDict) -> None:
         """Called when a state has been loaded, before the users' own hooks."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_is_complete": True}
+        with self._lock:
+            self._finish_step()
+            return super().__getstate__() | {"_is_complete": True}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_lock" not in self.__dict__:  # a copy or an unpickled optimizer, not a loaded state dict
+            self._begin_locking()
+        super().__setstate__(state)
 
 
 def _check_fit(param: Tensor, grad: Tensor, state: State) -> None:
+    if param.dtype not in FLOATS:
+        raise TypeError(f"the parameter has dtype {param.dtype}; expected a floating-point type of 16, 32 or 64 bits")
     if grad.layout not in (torch.sparse_coo, torch.strided):
         raise TypeError(f"the gradient's layout is {grad.layout}; expected torch.sparse_coo or torch.strided")
     if grad.shape != param.shape:
         raise ValueError(f"the gradient has shape {tuple(grad.shape)}; expected the parameter's, {tuple(param.shape)}")
-    if grad.dtype != param.dtype and not grad.is_floating_point():
-        raise TypeError(f"the gradient has dtype {grad.dtype}; expected a floating-point type")
+    if grad.dtype != param.dtype and grad.dtype not in FLOATS:
+        raise TypeError(f"the gradient has dtype {grad.dtype}; expected a floating-point type of 16, 32 or 64 bits")
     if grad.device != param.device:
         raise ValueError(f"the gradient is on {grad.device}; expected the parameter's device, {param.device}")
     if state and (reason := misfit(state, param)):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -26,8 +27,7 @@ def check_learning_rate(lr: float | Tensor, *, zero_allowed: bool, where: str = 
     """lr > 0 for an optimizer; a group's may be 0, for a scheduler's warm-up or a frozen group."""
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"Tensor lr must be 1-element{where}, but has {lr.numel()} elements")
-    low = lr >= 0 if zero_allowed else lr > 0
-    if not low or not math.isfinite(lr):
+    if not _is_finite(lr) or not (lr >= 0 if zero_allowed else lr > 0):
         bound = ">= 0" if zero_allowed else "> 0"
         raise ValueError(f"Invalid learning rate: {lr}{where}; expected a finite number {bound}")
 
@@ -35,19 +35,24 @@ def check_learning_rate(lr: float | Tensor, *, zero_allowed: bool, where: str = 
 def check_group(group: Mapping[str, Any], where: str = "") -> None:
     """Everything in a group but its lr; ``where`` names the group in the message."""
     eps, betas, weight_decay = group["eps"], group["betas"], group["weight_decay"]
-    if not (eps > 0 and math.isfinite(eps)):
+    if not (_is_finite(eps) and eps > 0):
         raise ValueError(f"Invalid epsilon value: {eps}{where}; expected a finite number > 0")
-    if len(betas) != 2:
+    if not hasattr(betas, "__len__") or len(betas) != 2:
         raise ValueError(f"Invalid betas: {betas}{where}; expected two numbers in [0, 1)")
     for index, beta in enumerate(betas):
-        if not 0.0 <= beta < 1.0:
+        if not (_is_finite(beta) and 0.0 <= beta < 1.0):
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}{where}; expected a number in [0, 1)")
-    if not (weight_decay >= 0 and math.isfinite(weight_decay)):
+    if not (_is_finite(weight_decay) and weight_decay >= 0):
         raise ValueError(f"Invalid weight_decay value: {weight_decay}{where}; expected a finite number >= 0")
     for name, choices in CHOICES.items():
         if name in group and group[name] not in choices:
             expected = " or ".join(map(repr, choices))
             raise ValueError(f"Invalid {name}: {group[name]!r}{where}; expected {expected}")
+
+
+def _is_finite(value: object) -> bool:
+    """Whether this is a finite number, or a Tensor of one."""
+    return isinstance(value, (Real, Tensor)) and math.isfinite(value)
 
 
 def check_layouts(groups: Sequence[Mapping[str, Any]], optimizer: str) -> None:

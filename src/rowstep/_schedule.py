@@ -63,7 +63,9 @@ class Schedule:
     ) -> None:
         beta1, beta2 = betas
         self.betas, self.eps, self.amsgrad, self.tolerance = betas, eps, amsgrad, tolerance
-        self.step = step
+        # Steps are counted from the one at which the schedule begins, so that a row's note of them fits 32 bits however
+        # long the run. The origin matters for the bias corrections only.
+        self.origin, self.step = step, 0
         self.window_length = length = window_length(beta1, beta2, amsgrad=amsgrad)
         self.capacity = capacity = max(capacity, 1 << 14, 4 * length)
         self.ratio = beta1 if amsgrad else beta1 / math.sqrt(beta2)
@@ -89,53 +91,67 @@ class Schedule:
     def advance(self, lr: Any, weight_decay: float) -> None:
         """Record one more step, and bring the coefficients of every gap up to it.
 
-        A Tensor lr is computed with in its own dtype, as torch does.
+        A Tensor lr is computed with in its own dtype, as torch does. Whatever interrupts this leaves the schedule as it
+        was, and it can be called again: all is computed beside what is in use, and taken over at once.
         """
         beta1, beta2 = self.betas
         kept = float(1 - lr * weight_decay)
         if kept <= 0:
             raise ValueError(f"lr * weight_decay is {float(lr * weight_decay)}; deferred steps need it below 1")
-        self.step += 1
-        root = math.sqrt(1 - beta2**self.step)
-        rate = float(lr * root / (1 - beta1**self.step))
-        slot, before = self.step % self.capacity, (self.step - 1) % self.capacity
+        step, count = self.step + 1, self.origin + self.step + 1
+        root = math.sqrt(1 - beta2**count)
+        rate = float(lr * root / (1 - beta1**count))
+        recent_rate, recent_root = np.empty_like(self._recent_rate), np.empty_like(self._recent_root)
+        recent_rate[1:], recent_rate[0] = self._recent_rate[:-1] * kept, rate
+        recent_root[:, 1:], recent_root[:, 0] = self._recent_root[:, :-1], [root**n for n in range(7)]
+        with np.errstate(over="ignore", invalid="ignore"):
+            window = self._window_of(recent_rate, recent_root)
+        # Nobody looks at these entries of the rings until the step is counted.
+        slot, before = step % self.capacity, self.step % self.capacity
         self.rate[slot], self.root[slot] = rate, root
+        self.frozen[(step - self.window_length) % self.capacity] = window[self.window_length]
         # Kahan's sum: thousands of equal addends would round the same way every time.
         addend = math.log(kept) - self._decayed_excess
-        self.decayed[slot] = self.decayed[before] + addend
-        self._decayed_excess = (self.decayed[slot] - self.decayed[before]) - addend
-        if self.decayed[slot] < -1:  # only differences count, and those of small numbers are the better ones
-            self.decayed -= self.decayed[slot]
-        self._recent_rate[1:] = self._recent_rate[:-1] * kept
-        self._recent_rate[0] = rate
-        self._recent_root[:, 1:] = self._recent_root[:, :-1]
-        self._recent_root[:, 0] = [root**n for n in range(7)]
-        with np.errstate(over="ignore", invalid="ignore"):
-            self._rebuild_window()
-        self.frozen[(self.step - self.window_length) % self.capacity] = self.window[self.window_length]
+        total = self.decayed[before] + addend
+        excess = (total - self.decayed[before]) - addend
+        decayed = self.decayed
+        decayed[slot] = total
+        if total < -1:  # only differences count, and those of small numbers are the better ones
+            decayed = decayed - total
+        vars(self).update(
+            step=step,
+            window=window,
+            decayed=decayed,
+            _decayed_excess=excess,
+            _recent_rate=recent_rate,
+            _recent_root=recent_root,
+        )
 
-    def _rebuild_window(self) -> None:
+    def _window_of(self, recent_rate: Any, recent_root: Any) -> Any:
+        """The coefficients for every gap in the window, if these were the newest steps."""
         # sums[n, k-1] = sum over the last k steps of w * (e/eps)^n, where step T-i has the weight
         # rate * kept * ratio^(k-i) and e/eps = root * growth^(k-i). Every term is positive: no digit is lost.
-        sums = np.cumsum(self._recent_rate * self._recent_root * self._undo, axis=1) * self._redo
+        sums = np.cumsum(recent_rate * recent_root * self._undo, axis=1) * self._redo
         total = sums[0]
         some = total > 0
         mean = np.divide(sums[1], total, out=np.ones_like(total), where=some)
         for n in range(1, 7):
             sums[n:] /= mean
         central = _CENTRAL @ sums
-        window = self.window[1:]
+        table = np.zeros_like(self.window)
+        window = table[1:]
         window[:, M0], window[:, EBAR] = total, self.eps * mean
         window[:, M2:SAFE] = central[2:6].T
         # The series ends after M5. What is left out is at most theta^6 (M6/M0) max(1, ebar/e_1) of the sum; where
         # that is above the tolerance, i.e. for sqrt(v) below a bound, the terms have to be summed one by one.
-        first = self._recent_root[1] * self.growth
+        first = recent_root[1] * self.growth
         rest = np.divide(np.abs(central[6]), total, out=np.zeros_like(total), where=some) * np.maximum(1, mean / first)
         least_root = window[:, EBAR] * ((rest / self.tolerance) ** (1 / 6) - 1)
         window[:, SAFE] = np.maximum(least_root, 0) ** 2
         # With a small beta2 the e of a long gap grow past what float64 holds: no series there.
         lost = ~np.isfinite(window).all(axis=1)
         window[lost], window[lost, SAFE] = 0, np.inf
+        return table
 
     def coefficients(self, since: Any) -> tuple[Any, Any, Any]:
         """For rows up to date at the steps ``since``: coefficients, what decay leaves of p, and of the past sum."""

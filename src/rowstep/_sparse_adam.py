@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT, StateDict
 
 from . import _dense
-from ._backends import Backend
+from ._backends import Backend, Outcome
 from ._gradient import RowGradient, all_rows, nonzero_rows
+from ._loading import row_counts
 from ._optimizer import Group, RowOptimizer, Rows, Work
 from ._options import CHOICES
 from ._rule import row_rule
@@ -116,36 +117,49 @@ class SparseAdam(RowOptimizer):
         per_row = group["bias_correction"] == "row" and not gradient.is_empty
         if per_row:
             ensure_row_steps(state, gradient.lead)
-        step = state["step"] = int(state["step"]) + 1
-        if gradient.is_empty:
-            return
-        rule = row_rule(
-            lr=group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
-            step=step,
-            maximize=group["maximize"],
-            weight_decay=group["weight_decay"],
-            decoupled_weight_decay=group["decoupled_weight_decay"],
-            amsgrad=group["amsgrad"],
-            per_row=per_row,
-            corrected_eps=as_dense,
-            skip_nonfinite=group["nonfinite"] == "skip",
-        )
-        self.skipped_rows += backend.update(param, state, gradient, rule)
+        step, skips, skipped_before = int(state["step"]) + 1, group["nonfinite"] == "skip", self.skipped_rows
+
+        def update(outcome: Outcome) -> None:
+            rule = row_rule(
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                step=step,
+                maximize=group["maximize"],
+                weight_decay=group["weight_decay"],
+                decoupled_weight_decay=group["decoupled_weight_decay"],
+                amsgrad=group["amsgrad"],
+                per_row=per_row,
+                corrected_eps=as_dense,
+                skip_nonfinite=skips,
+            )
+            backend.update(param, state, gradient, rule, outcome)
+
+        def count(outcome: Outcome) -> None:
+            skipped = outcome.skipped if skips else 0
+            state["step"], self.skipped_rows = step, skipped_before + skipped
+
+        self._whole_or_not_at_all(update, count, is_empty=gradient.is_empty)
 
     def _step_dense(self, items: list[tuple[Tensor, Tensor]], group: Group, backend: Backend) -> None:
+        if group["nonfinite"] != "skip":
+            super()._step_dense(items, group, backend)
+            return
         untouched = []
-        if group["nonfinite"] == "skip":
-            for param, grad in items:
-                rows = _dense.nonfinite_rows(grad)
-                if len(rows):
-                    ensure_moments(self.state[param], param, amsgrad=group["amsgrad"])
-                    untouched.append(_dense.Untouched(param, self.state[param], rows))
-                    self.skipped_rows += len(rows)
-        super()._step_dense(items, group, backend)
-        for rows_before in untouched:
-            rows_before.restore()
+        for param, grad in items:
+            rows = _dense.nonfinite_rows(grad)
+            if len(rows):
+                ensure_moments(self.state[param], param, amsgrad=group["amsgrad"])
+                untouched.append(_dense.Untouched(param, self.state[param], rows))
+        try:
+            super()._step_dense(items, group, backend)
+            for rows_before in untouched:
+                rows_before.restore()
+        except BaseException:
+            for rows_before in untouched:
+                rows_before.restore()
+            raise
+        self.skipped_rows += sum(rows_before.count for rows_before in untouched)
 
     def allocate_state(self) -> None:
         super().allocate_state()
@@ -158,13 +172,8 @@ class SparseAdam(RowOptimizer):
                         ensure_row_steps(self.state[param], tuple(param.shape[:1]))
 
     def _loaded(self, given: StateDict) -> None:
-        # torch casts every loaded state but `step` to the parameter's dtype, and bfloat16 cannot count.
-        saved_ids = [number for group in given["param_groups"] for number in group["params"]]
-        params = [param for group in self.param_groups for param in group["params"]]
-        for number, param in zip(saved_ids, params, strict=True):
-            counts = given["state"].get(number, {}).get("row_step")
-            if counts is not None:
-                self.state[param]["row_step"] = counts.to(device=param.device, copy=True)
+        for param, counts in row_counts(given, self._all_params()):
+            self.state[param]["row_step"] = counts
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"skipped_rows": self.skipped_rows}

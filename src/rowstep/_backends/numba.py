@@ -25,6 +25,8 @@ from .._rule import Rule
 from .._schedule import Schedule
 from .._state import State, compute_dtype
 from . import reference
+from .gate import admit_gradient, admit_notes, admit_rows, admit_table
+from .outcome import Outcome
 
 # An empty array of a type tells the kernels how to read an address. For 16-bit floats see _kernels/bits.py.
 _LIKE: dict[torch.dtype, Any] = {
@@ -35,17 +37,17 @@ _LIKE: dict[torch.dtype, Any] = {
 }
 
 
-def first_outside(gradient: RowGradient) -> int | None:
-    """The first row number that is not in the table."""
-    if not gradient.rows.is_cpu:
-        return reference.first_outside(gradient)
-    position = grouping.first_outside(*_ids(gradient.rows), gradient.row_count)
-    return None if position < 0 else int(gradient.rows[position])
+def first_outside(rows: Tensor, row_count: int) -> int | None:
+    """The first of these row numbers that is not in a table of so many rows."""
+    if not admit_rows(rows):
+        return reference.first_outside(rows, row_count)
+    position = grouping.first_outside(*_ids(rows), row_count)
+    return None if position < 0 else int(rows[position])
 
 
 def has_nonfinite(gradient: RowGradient) -> bool:
     """Whether the summed gradient of some row is not finite."""
-    if not gradient.values.is_cpu or gradient.is_empty:
+    if gradient.is_empty or not admit_gradient(gradient):
         return reference.has_nonfinite(gradient)
     values = _addressable(gradient.values)
     total = _totals(1, gradient.columns, values.dtype)[0]
@@ -55,7 +57,7 @@ def has_nonfinite(gradient: RowGradient) -> bool:
 
 def norm(gradient: RowGradient, power: float) -> float:
     """The ``power``-norm of the summed gradient, over the rows it names."""
-    if not gradient.values.is_cpu or gradient.is_empty or power <= 0:
+    if gradient.is_empty or power <= 0 or not admit_gradient(gradient):
         return reference.norm(gradient, power)
     values = _addressable(gradient.values)
     threads = _threads_for(values.numel() * values.element_size())
@@ -70,14 +72,16 @@ def norm(gradient: RowGradient, power: float) -> float:
     return float(sums.max() if power == math.inf else sums.sum() ** (1 / power))
 
 
-def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule) -> int:
-    """Step the rows of ``param`` that ``gradient`` names, in place; return how many rows were skipped."""
+def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule, outcome: Outcome) -> None:
+    """Step the rows of ``param`` that ``gradient`` names, in place."""
+    if not admit_table(param, state, gradient.lead, amsgrad=rule.amsgrad, counted=rule.per_row) or not admit_gradient(
+        gradient
+    ):
+        reference.update(param, state, gradient, rule, outcome)
+        return
     m, v = state["exp_avg"], state["exp_avg_sq"]
     u = state["max_exp_avg_sq"] if rule.amsgrad else None
     counts = state["row_step"] if rule.per_row else None
-    if not _are_addressable(param, m, v, u) or not (counts is None or counts.is_contiguous()):
-        return reference.update(param, state, gradient, rule)
-
     values = _addressable(gradient.values)
     threads = _threads_for(values.numel() * values.element_size())
     bounds = workspace.bounds(threads)
@@ -106,23 +110,24 @@ def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule) -> in
         rule.corrected_eps or None,
         rule.skip_nonfinite or None,
     )
+    # Autograd does not see the writes, and must know that what it saved for a backward pass is out of date.
+    torch.autograd.graph.increment_version(param)
+    outcome.watch(bounds[2, :threads])
     if threads == 1:
         bounds[0, 1] = gradient.row_count
         kernels.update_part(0, *arguments)
     else:
         launch(kernels.update_parallel, threads, *arguments)
-    # Autograd did not see the writes, and must know that what it saved for a backward pass is out of date.
-    torch.autograd.graph.increment_version(param)
-    return int(bounds[2, :threads].sum()) if rule.skip_nonfinite else 0
 
 
 def catch_up(param: Tensor, state: State, since: Tensor, schedule: Schedule, rows: Tensor | range) -> None:
     """Bring these rows of ``param`` and its moments from the steps in ``since`` to the schedule's."""
-    m, v = state["exp_avg"], state["exp_avg_sq"]
-    u = state["max_exp_avg_sq"] if schedule.amsgrad else None
-    if not _are_addressable(param, m, v, u):
+    lead = tuple(since.shape)
+    if not admit_table(param, state, lead, amsgrad=schedule.amsgrad, counted=False) or not admit_notes(since, lead):
         reference.catch_up(param, state, since, schedule, rows)
         return
+    m, v = state["exp_avg"], state["exp_avg_sq"]
+    u = state["max_exp_avg_sq"] if schedule.amsgrad else None
     columns = param.numel() // max(1, since.numel())
     arguments = (
         since.view(-1).numpy(),
@@ -161,24 +166,17 @@ def catch_up(param: Tensor, state: State, since: Tensor, schedule: Schedule, row
 
 def count_stale(since: Tensor, rows: Tensor, step: int) -> int:
     """How many of these row numbers name a row that is not up to date."""
-    if not since.is_cpu:
+    if not (admit_notes(since, tuple(since.shape)) and admit_rows(rows)):
         return reference.count_stale(since, rows, step)
     return int(strides.count_stale(since.view(-1).numpy(), *_ids(rows), step))
 
 
 def mark(since: Tensor, rows: Tensor, step: int) -> None:
     """Note that these rows are up to date at this step."""
-    if not since.is_cpu:
+    if not (admit_notes(since, tuple(since.shape)) and admit_rows(rows)):
         reference.mark(since, rows, step)
         return
     strides.mark(since.view(-1).numpy(), *_ids(rows), step)
-
-
-def _are_addressable(param: Tensor, m: Tensor, v: Tensor, u: Tensor | None) -> bool:
-    """Whether the kernels can take these tensors by their addresses."""
-    if not (param.is_cpu and param.is_contiguous() and m.is_contiguous() and v.is_contiguous() and v.dtype == m.dtype):
-        return False
-    return u is None or (u.is_contiguous() and u.dtype == m.dtype)
 
 
 def _threads_for(byte_count: int) -> int:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT, StateDict
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _backends
-from .._backends import Backend
-from .._gradient import RowGradient, by_first_dimension, outside_message, rows_of_first_dimension
+from .._backends import Backend, Outcome, reference
+from .._gradient import by_first_dimension, outside_message, rows_of_first_dimension
 from .._optimizer import Group, RowOptimizer, Rows, Work
 from .._rule import row_rule
 from .._schedule import check_betas
-from .._state import State, ensure_moments
+from .._state import State, count_tensor, ensure_moments, set_count
 from .attach import attach, reads_rows
 from .table import Options, StaleRowsError, Table, is_only_traced
 
@@ -78,8 +80,10 @@ class DeferredAdam(RowOptimizer):
 
     def _begin_tables(self) -> None:
         self._tables: dict[Tensor, Table] = {}
+        self._kept_current: Counter[Tensor] = Counter()
+        """How many ``up_to_date`` blocks want a parameter current at all times."""
         # A model may outlive its optimizer: whatever rows still wait then are brought up to date.
-        weakref.finalize(self, _flush_all, self._tables).atexit = False
+        weakref.finalize(self, _flush_orphans, self._tables).atexit = False
 
     def _check_group(self, group: Mapping[str, Any], where: str) -> None:
         super()._check_group(group, where)
@@ -118,52 +122,55 @@ class DeferredAdam(RowOptimizer):
     def catch_up(self, param: Tensor, ids: Tensor) -> None:
         """Bring the rows ``ids`` of ``param`` up to date, for a read that no attached module makes."""
         self._group_of(param)
-        table = self._tables.get(param)
-        if table is None or is_only_traced(ids):
+        if is_only_traced(ids):
             return
-        backend = _backends.chosen()
-        rows = _as_rows_of(table, ids)
-        outside = backend.first_outside(RowGradient(rows, rows, table.lead, table.row_count, 1))
-        if outside is not None:
-            raise IndexError(outside_message(outside, table.row_count).replace("the gradient has index", "ids has"))
-        self._settle(param, table, backend)
-        table.catch_up(rows, backend)
+        with self._lock:
+            self._finish_step()
+            backend = _backends.chosen()
+            table = self._table_of(param, backend)
+            if table is None:
+                return
+            rows = _as_rows_of(table, ids)
+            outside = backend.first_outside(rows, table.row_count)
+            if outside is not None:
+                raise IndexError(outside_message(outside, table.row_count).replace("the gradient has index", "ids has"))
+            table.catch_up(rows, backend)
 
     @torch.no_grad()
     def flush(self, param: Tensor | None = None) -> None:
         """Bring every row of ``param``, or of all parameters, up to date."""
         if param is not None:
             self._group_of(param)
-        _flush_all(self._tables if param is None else {p: t for p, t in self._tables.items() if p is param})
+        with self._lock:
+            self._finish_step()
+            backend = _backends.chosen()
+            for each in list(self._tables) if param is None else [param]:
+                table = self._table_of(each, backend)
+                if table is not None:
+                    table.flush(backend)
 
     @contextlib.contextmanager
     def up_to_date(self, param: Tensor) -> Iterator[Tensor]:
         """For reads of a whole table: inside the block every row of ``param`` is up to date, also after a step."""
         self.flush(param)
-        table = self._tables.get(param)
-        if table is None:  # no row waits yet; a step inside the block may change that
-            with torch.no_grad():
-                table = self._make_table(param, tuple(param.shape[:1]))
-        table.kept_current += 1
+        self._kept_current[param] += 1
         try:
             yield param
         finally:
-            table.kept_current -= 1
+            self._kept_current[param] -= 1
 
     def bring_up_to_date(self, param: Tensor, ids: Tensor | None) -> None:
-        """What attached modules call before they read: like :meth:`catch_up` or :meth:`flush`, but never raises.
+        """What attached modules call before they read: like :meth:`catch_up` or :meth:`flush`.
 
         An id outside the table is left to the lookup itself, which has its own message for it.
         """
-        table = self._tables.get(param)
-        if table is None:
+        if param not in self._tables:
             return
-        with torch.no_grad():
-            if ids is None:
-                table.flush(_backends.chosen())
-            else:
-                with contextlib.suppress(IndexError):
-                    self.catch_up(param, ids)
+        if ids is None:
+            self.flush(param)
+        else:
+            with contextlib.suppress(IndexError):
+                self.catch_up(param, ids)
 
     # Stepping
 
@@ -175,11 +182,11 @@ class DeferredAdam(RowOptimizer):
         return Rows(param, rows_of_first_dimension(grad)) if grad.is_sparse else None
 
     def _check_gradient(self, param: Tensor, grad: Tensor, item: Rows | None, group: Group, backend: Backend) -> None:
-        table = self._tables.get(param)
+        table = self._table_of(param, backend)
         if table is None or self.allow_stale:
             return
         rows = item.gradient.rows if item is not None else by_first_dimension(grad).ne(0).any(dim=1).nonzero().view(-1)
-        stale = backend.count_stale(table.since, rows, table.step)
+        stale = table.count_stale(rows, backend)
         if stale:
             raise StaleRowsError(
                 f"{stale} of the gradient's {len(rows)} rows were not up to date when they were read; {_WAYS_OUT}"
@@ -187,12 +194,12 @@ class DeferredAdam(RowOptimizer):
 
     def _step_rows(self, item: Rows, group: Group, backend: Backend) -> None:
         param, gradient, _ = item
-        table = self._tables.get(param) or self._make_table(param, gradient.lead)
-        self._settle(param, table, backend)
+        table = self._table_of(param, backend) or self._make_table(param, gradient.lead)
         if self.allow_stale:
             table.catch_up(gradient.rows, backend)
         state, step = self.state[param], table.step + 1
-        if not gradient.is_empty:
+
+        def update(outcome: Outcome) -> None:
             rule = row_rule(
                 lr=group["lr"],
                 betas=group["betas"],
@@ -206,18 +213,36 @@ class DeferredAdam(RowOptimizer):
                 corrected_eps=True,
                 skip_nonfinite=False,
             )
-            backend.update(param, state, gradient, rule)
-        state["step"] += 1
-        table.advance(gradient.rows, group["lr"], group["weight_decay"], backend)
+            backend.update(param, state, gradient, rule, outcome)
+
+        def count(outcome: Outcome) -> None:
+            self._count(table, step, gradient.rows, group, backend)
+
+        self._whole_or_not_at_all(update, count, is_empty=gradient.is_empty)
+
+    def _count(self, table: Table, step: int, rows: Tensor | None, group: Group, backend: Backend) -> None:
+        """Note that the parameter has taken its ``step``-th step; a second call changes nothing more."""
+        table.advance(step, rows, group["lr"], group["weight_decay"], backend)
+        set_count(table.state, step)
+        if self._kept_current[table.param]:
+            table.flush(backend)
 
     def _step_dense(self, items: list[tuple[Tensor, Tensor]], group: Group, backend: Backend) -> None:
-        tables = [self._tables[param] for param, _ in items if param in self._tables]
+        tables = [table for param, _ in items if (table := self._table_of(param, backend)) is not None]
         for table in tables:
             table.flush(backend)
-            self._settle(table.param, table, backend)
-        super()._step_dense(items, group, backend)
-        for table in tables:
-            table.advance(None, group["lr"], group["weight_decay"], backend)
+
+        def count() -> None:
+            for table in tables:
+                if int(table.state["step"]) > table.step:
+                    self._count(table, table.step + 1, None, group, backend)
+
+        try:
+            super()._step_dense(items, group, backend)
+            count()
+        except BaseException:
+            count()
+            raise
 
     def _make_table(self, param: Tensor, lead: tuple[int, ...]) -> Table:
         """Begin to defer: every row is up to date now, with the steps that the parameter has taken so far."""
@@ -225,28 +250,38 @@ class DeferredAdam(RowOptimizer):
         with torch.inference_mode(False):  # what is made here outlives a block of inference
             _ensure_maximum(state, param, group)
             if not isinstance(state["step"], Tensor):
-                state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32)
+                state["step"] = count_tensor(state["step"])
             table = self._tables[param] = Table(param, state, lead, _options(group), int(state["step"]))
         return table
 
-    def _settle(self, param: Tensor, table: Table, backend: Backend) -> None:
-        """See whether betas, eps or amsgrad have been changed since the last step."""
-        group = self._group_of(param)
-        if _options(group) == table.options:
-            return
-        self._check_group(group, "")
-        table.flush(backend)
-        with torch.inference_mode(False):
-            _ensure_maximum(self.state[param], param, group)
-        table.adopt(_options(group), backend)
+    def _table_of(self, param: Tensor, backend: Backend) -> Table | None:
+        """The table of this parameter, if rows may wait under the state, the options and the dtype it has now."""
+        table = self._tables.get(param)
+        if table is None:
+            return None
+        if self.state.get(param) is not table.state:
+            # The state was cleared or replaced by hand. What waits, waits under the old one; of a table that has other
+            # rows now, nothing does.
+            if param.shape[:1] == table.lead:
+                table.flush(backend)
+        elif (
+            table.is_full
+            or table.dtype != param.dtype
+            or (group := self._find_group(param)) is None
+            or table.options != _options(group)
+        ):
+            table.flush(backend)
+        else:
+            return table
+        del self._tables[param]
+        return None
 
     def _operate(self, param: Tensor, change: Callable[[State], None]) -> None:
-        table = self._tables.get(param)
-        if table is not None:
-            table.flush(_backends.chosen())
-        super()._operate(param, change)
-        if table is not None:
-            table.restart(tuple(param.shape[:1]))
+        self._group_of(param)
+        with self._lock:
+            self.flush(param)
+            self._tables.pop(param, None)
+            super()._operate(param, change)
 
     # Copies and checkpoints
 
@@ -299,9 +334,17 @@ class DeferredAdamW(DeferredAdam):
         self._construct(params, {"lr": lr, "betas": betas, "eps": eps} | decay | options, allow_stale)
 
 
-def _flush_all(tables: Mapping[Tensor, Table]) -> None:
-    for table in tables.values():
-        table.flush(_backends.chosen())
+@torch.no_grad()
+def _flush_orphans(tables: Mapping[Tensor, Table]) -> None:
+    """Bring up to date what a dropped optimizer leaves behind.
+
+    Garbage collection calls this, in the middle of anything: of a compilation, of a launch, of a trace. So it waits for
+    no lock and compiles nothing, and takes the reference, in plain torch operations.
+    """
+    with _disable_current_modes():
+        for table in tables.values():
+            with contextlib.suppress(ValueError):  # the table was replaced by another: nothing waits in that one
+                table.flush(reference)
 
 
 def _ensure_maximum(state: State, param: Tensor, group: Group) -> None:

@@ -17,6 +17,9 @@ from .._state import State
 _TOLERANCE = {torch.float64: 1e-15}
 _TOLERANCE_BELOW_FLOAT64 = 1e-9
 
+# Notes per row are 32-bit numbers.
+_LAST_STEP = (1 << 31) - 2
+
 
 # The options that a row's path depends on besides lr and weight decay: betas, eps, amsgrad.
 Options = tuple[tuple[float, float], float, bool]
@@ -32,32 +35,35 @@ def is_only_traced(ids: Tensor | None = None) -> bool:
 
 
 class Table:
-    """The deferred steps of one parameter."""
+    """The deferred steps of one parameter, under options and over rows that do not change.
+
+    Where options or rows do change, every row is brought up to date first, and then no row waits: the table is dropped,
+    and another begins with the next step.
+    """
 
     def __init__(self, param: Tensor, state: State, lead: tuple[int, ...], options: Options, step: int) -> None:
-        self.param, self.state = param, state
-        self.kept_current = 0
-        """How many ``up_to_date`` blocks want the whole table current at all times."""
-        self._begin(options, step)
-        self.restart(lead)
-
-    def restart(self, lead: tuple[int, ...]) -> None:
-        """Take note that the table has these rows now, and that all of them are up to date."""
-        self.lead, self.row_count = lead, math.prod(lead)
-        self.since = torch.full(lead, self.step, dtype=torch.int32, device=self.param.device)
-        """Per row, the step at which it was last up to date."""
-        self._began_at = self.step
-
-    def _begin(self, options: Options, step: int) -> None:
-        self.options = options
+        self.param, self.state, self.options = param, state, options
+        self.lead, self.row_count, self.dtype = lead, math.prod(lead), param.dtype
         betas, eps, amsgrad = options
-        tolerance = _TOLERANCE.get(self.param.dtype, _TOLERANCE_BELOW_FLOAT64)
+        tolerance = _TOLERANCE.get(param.dtype, _TOLERANCE_BELOW_FLOAT64)
         self.schedule = Schedule(betas, eps, amsgrad=amsgrad, step=step, tolerance=tolerance)
+        self.since = torch.zeros(lead, dtype=torch.int32, device=param.device)
+        """Per row, the step of the schedule at which it was last up to date."""
+        self._swept = 0
 
     @property
     def step(self) -> int:
         """How many steps this parameter has taken."""
-        return self.schedule.step
+        return self.schedule.origin + self.schedule.step
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the notes per row are about to run out of numbers."""
+        return self.schedule.step >= _LAST_STEP
+
+    def count_stale(self, rows: Tensor, backend: Backend) -> int:
+        """How many of these row numbers name a row that is not up to date."""
+        return backend.count_stale(self.since, rows, self.schedule.step)
 
     def catch_up(self, rows: Tensor, backend: Backend) -> None:
         """Bring these rows up to date."""
@@ -69,23 +75,20 @@ class Table:
             return
         backend.catch_up(self.param, self.state, self.since, self.schedule, range(self.row_count))
 
-    def adopt(self, options: Options, backend: Backend) -> None:
-        """Go on under these options: what is outstanding under the old ones is settled first."""
-        if options != self.options:
-            self.flush(backend)
-            self._begin(options, self.step)
-            self._began_at = self.step
+    def advance(
+        self, step: int, rows: Tensor | None, lr: float | Tensor, weight_decay: float, backend: Backend
+    ) -> None:
+        """Count the step that has moved these rows, or all of them, and let the others wait.
 
-    def advance(self, rows: Tensor | None, lr: float | Tensor, weight_decay: float, backend: Backend) -> None:
-        """Count a step that has moved these rows, or all of them, and let the others wait."""
-        self.schedule.advance(lr, weight_decay)
+        ``step`` is how many the parameter has taken then. If this is interrupted, a second call takes it to its end.
+        """
+        if self.step < step:
+            self.schedule.advance(lr, weight_decay)
         if rows is None:
-            self.since.fill_(self.step)
+            self.since.fill_(self.schedule.step)
         else:
-            backend.mark(self.since, rows, self.step)
+            backend.mark(self.since, rows, self.schedule.step)
             self._sweep(backend)
-        if self.kept_current:
-            self.flush(backend)
 
     def _sweep(self, backend: Backend) -> None:
         """Bring a few more rows up to date, in turn, so that no row waits longer than the schedule remembers.
@@ -93,8 +96,10 @@ class Table:
         At 10M rows that is 611 rows a step, which lie side by side; a table of 100 rows has one row's turn in 164
         steps.
         """
-        round_length = self.schedule.capacity - 1
-        turn = (self.step - self._began_at - 1) % round_length
-        rows = range(turn * self.row_count // round_length, (turn + 1) * self.row_count // round_length)
-        if rows:
-            backend.catch_up(self.param, self.state, self.since, self.schedule, rows)
+        round_length = self.schedule.capacity - 2
+        due = self.schedule.step * self.row_count // round_length
+        while self._swept < due:
+            first = self._swept % self.row_count
+            last = min(first + due - self._swept, self.row_count)
+            backend.catch_up(self.param, self.state, self.since, self.schedule, range(first, last))
+            self._swept += last - first

@@ -6,6 +6,7 @@ It reads in the order of the equations in ``rowstep._rule`` and defines what the
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,14 +14,14 @@ from torch import Tensor
 from ..._gradient import RowGradient
 from ..._rule import Rule
 from ..._state import State, compute_dtype
+from ..gate import admit_gradient, admit_table
+from ..outcome import Outcome
 
 
-def first_outside(gradient: RowGradient) -> int | None:
-    """The first row number that is not in the table."""
-    outside = (gradient.rows < 0) | (gradient.rows >= gradient.row_count)
-    if not outside.any():
-        return None
-    return int(gradient.rows[outside][0])
+def first_outside(rows: Tensor, row_count: int) -> int | None:
+    """The first of these row numbers that is not in a table of so many rows."""
+    outside = (rows < 0) | (rows >= row_count)
+    return int(rows[outside][0]) if outside.any() else None
 
 
 def has_nonfinite(gradient: RowGradient) -> bool:
@@ -37,8 +38,10 @@ def norm(gradient: RowGradient, power: float) -> float:
     return float(torch.linalg.vector_norm(summed.double(), power)) if summed.numel() else 0.0
 
 
-def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule) -> int:
-    """Step the rows of ``param`` that ``gradient`` names, in place; return how many rows were skipped."""
+def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule, outcome: Outcome) -> None:
+    """Step the rows of ``param`` that ``gradient`` names, in place."""
+    admit_table(param, state, gradient.lead, amsgrad=rule.amsgrad, counted=rule.per_row)
+    admit_gradient(gradient)
     dtype = compute_dtype(param.dtype, state["exp_avg"].dtype, gradient.values.dtype)
     rows, g = _sum_duplicates(gradient, dtype)
     skipped = 0
@@ -47,10 +50,10 @@ def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule) -> in
         skipped = len(rows) - int(finite.sum())
         rows, g = rows[finite], g[finite]
 
-    place = RowsOf(gradient.lead, rows)
-    p = place.read(param, dtype)
-    m = place.read(state["exp_avg"], dtype)
-    v = place.read(state["exp_avg_sq"], dtype)
+    table = RowsOf(gradient.lead, rows)
+    p = table.read(param, dtype)
+    m = table.read(state["exp_avg"], dtype)
+    v = table.read(state["exp_avg_sq"], dtype)
     if rule.maximize:
         g = -g
     if rule.shrink is not None:
@@ -59,14 +62,18 @@ def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule) -> in
         g = g + rule.decay * p
     m = m + (g - m) * (1 - rule.beta1)
     v = v + (g * g - v) * (1 - rule.beta2)
-    place.write(state["exp_avg"], m)
-    place.write(state["exp_avg_sq"], v)
+    changes = [(state["exp_avg"], m), (state["exp_avg_sq"], v)]
     if rule.amsgrad:
-        v = torch.maximum(place.read(state["max_exp_avg_sq"], dtype), v)
-        place.write(state["max_exp_avg_sq"], v)
-    step_size, eps = _count_rows(state["row_step"], place, rule, dtype) if rule.per_row else (rule.step_size, rule.eps)
-    place.write(param, p - step_size * (m / (v.sqrt() + eps)))
-    return skipped
+        v = torch.maximum(table.read(state["max_exp_avg_sq"], dtype), v)
+        changes.append((state["max_exp_avg_sq"], v))
+    step_size: float | Tensor = rule.step_size
+    eps: float | Tensor = rule.eps
+    if rule.per_row:
+        count = table.read(state["row_step"], torch.int64) + 1
+        changes.append((state["row_step"], count))
+        step_size, eps = _corrected_by(count, rule, dtype)
+    changes.append((param, p - step_size * (m / (v.sqrt() + eps))))
+    table.write(changes, outcome, skipped)
 
 
 def _sum_duplicates(gradient: RowGradient, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -76,10 +83,8 @@ def _sum_duplicates(gradient: RowGradient, dtype: torch.dtype) -> tuple[Tensor, 
     return rows, values.new_zeros(len(rows), gradient.columns).index_add_(0, position, values)
 
 
-def _count_rows(row_step: Tensor, place: RowsOf, rule: Rule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Count a step for each row; return each row's step size and eps, as columns."""
-    count = place.read(row_step, torch.int64) + 1
-    place.write(row_step, count)
+def _corrected_by(count: Tensor, rule: Rule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Each row's step size and eps, as columns, from how many steps it has taken."""
     correction1, correction2 = 1 - rule.beta1 ** count.double(), (1 - rule.beta2 ** count.double()).sqrt()
     eps = rule.eps * correction2 if rule.corrected_eps else torch.full_like(correction2, rule.eps)
     return (rule.step_size * correction2 / correction1).to(dtype), eps.to(dtype)
@@ -92,13 +97,29 @@ class RowsOf:
         self._whole = not lead
         self._index = torch.unravel_index(rows, lead) if lead else (rows,)
 
-    def _table(self, tensor: Tensor) -> Tensor:
-        return tensor.unsqueeze(0) if self._whole else tensor
-
     def read(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        picked = self._table(tensor)[self._index]
+        """These rows of a tensor, as a matrix of this dtype."""
+        picked = self._pick(tensor)
         return picked.reshape(len(picked), math.prod(picked.shape[1:])).to(dtype)
 
-    def write(self, tensor: Tensor, values: Tensor) -> None:
+    def write(self, changes: Sequence[tuple[Tensor, Tensor]], outcome: Outcome, skipped: int = 0) -> None:
+        """Write these matrices into these tensors: all of them or, if it is interrupted, none."""
+        before = [(tensor, self._pick(tensor)) for tensor, _ in changes]
+        try:
+            for tensor, values in changes:
+                self._put(tensor, values)
+            outcome.complete(skipped)
+        except BaseException:
+            for tensor, values in before:
+                self._put(tensor, values)
+            raise
+
+    def _pick(self, tensor: Tensor) -> Tensor:
+        return self._table(tensor)[self._index]
+
+    def _put(self, tensor: Tensor, values: Tensor) -> None:
         table = self._table(tensor)
         table.index_put_(self._index, values.reshape(len(values), *table.shape[len(self._index) :]).to(table.dtype))
+
+    def _table(self, tensor: Tensor) -> Tensor:
+        return tensor.unsqueeze(0) if self._whole else tensor

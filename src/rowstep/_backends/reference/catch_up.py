@@ -8,6 +8,8 @@ from torch import Tensor
 
 from ..._schedule import EBAR, M0, M2, M3, M4, M5, SAFE, Schedule
 from ..._state import State, compute_dtype
+from ..gate import admit_notes, admit_table
+from ..outcome import Outcome
 from .adam import RowsOf
 
 # A momentum this small moves nothing any more, and denormal numbers are slow.
@@ -18,6 +20,9 @@ _ROWS_AT_ONCE = 1 << 16
 
 def catch_up(param: Tensor, state: State, since: Tensor, schedule: Schedule, rows: Tensor | range) -> None:
     """Bring these rows of ``param`` and its moments from the steps in ``since`` to the schedule's."""
+    lead = tuple(since.shape)
+    admit_table(param, state, lead, amsgrad=schedule.amsgrad, counted=False)
+    admit_notes(since, lead)
     if isinstance(rows, range):
         rows = torch.arange(rows.start, rows.stop, device=since.device)
     stale = torch.unique(rows[since.view(-1)[rows] != schedule.step])
@@ -44,11 +49,12 @@ def _stride(param: Tensor, state: State, since: Tensor, schedule: Schedule, rows
         these = unsafe & torch.from_numpy(start == step).to(unsafe.device)
         sums[these] = _sum_by_terms(divisor[these], schedule, step)
 
-    place.write(param, kept.to(dtype).unsqueeze(1) * p - m * sums)
+    p = kept.to(dtype).unsqueeze(1) * p - m * sums
     m = m * beta1_power
-    place.write(state["exp_avg"], m.masked_fill(m.abs() <= _TINY_MOMENTUM, 0))
-    place.write(state["exp_avg_sq"], v * beta2_power)
-    since.view(-1)[rows] = schedule.step
+    m = m.masked_fill(m.abs() <= _TINY_MOMENTUM, 0)
+    now = torch.full_like(rows, schedule.step)
+    changes = [(param, p), (state["exp_avg"], m), (state["exp_avg_sq"], v * beta2_power), (since, now)]
+    place.write(changes, Outcome())
 
 
 def _sum_by_series(divisor: Tensor, table: Tensor, aged: Tensor) -> Tensor:

@@ -1,0 +1,129 @@
+"""What of a state dict is believed: nothing, before it has been looked at.
+
+A state dict comes from a file, from another version or from a program that edited it. Whatever is wrong with it, it is
+refused as a whole, with the reason, before anything of the optimizer has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim.optimizer import StateDict
+
+from ._state import FLOATS, MOMENTS, State, described, miscount
+
+
+def check_structure(state_dict: Any) -> None:
+    """Raise unless this has the form of an optimizer's state dict."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(f"expected a state dict with 'state' and 'param_groups', got {_kind(state_dict)}")
+    states, groups = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(states, Mapping) or not all(isinstance(state, Mapping) for state in states.values()):
+        raise ValueError(f"'state' is {_kind(states)}; expected a dict that holds a dict for each parameter")
+    if not isinstance(groups, Sequence) or not all(isinstance(group, Mapping) for group in groups):
+        raise ValueError(f"'param_groups' is {_kind(groups)}; expected a list of dicts")
+    for index, group in enumerate(groups):
+        if not isinstance(group.get("params"), (list, tuple)):
+            raise ValueError(f"group {index} has params {group.get('params')!r}; expected a list of parameter numbers")
+
+
+def check_states(state_dict: StateDict, params: Sequence[Tensor]) -> None:
+    """Raise unless every state of a well-formed state dict can be that of the parameter it will be loaded for."""
+    weights: list[_Piece] = []
+    moments: list[_Piece] = []
+    # As a dict: a parameter may be listed twice. If there are more or fewer of them, torch complains.
+    for number, param in dict(zip(_numbers(state_dict), params, strict=False)).items():
+        state = state_dict["state"].get(number, {})
+        if reason := _flaw(state, param):
+            raise ValueError(f"the loaded state of parameter {number}: {reason}")
+        weights += _memory(f"the weights of parameter {number}", param)
+        for key in MOMENTS:
+            if key in state:
+                moments += _memory(f"{key!r} of parameter {number}", state[key])
+    _refuse_shared_memory(weights, moments)
+
+
+def row_counts(state_dict: StateDict, params: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each parameter that has them, the loaded counts per row.
+
+    torch casts every loaded state but ``step`` to the parameter's dtype, and bfloat16 cannot count.
+    """
+    for number, param in zip(_numbers(state_dict), params, strict=True):
+        counts = state_dict["state"].get(number, {}).get("row_step")
+        if counts is not None:
+            yield param, counts.to(device=param.device, dtype=torch.int64, copy=True)
+
+
+def _numbers(state_dict: StateDict) -> list[Any]:
+    return [number for group in state_dict["param_groups"] for number in group["params"]]
+
+
+def _flaw(state: State, param: Tensor) -> str | None:
+    if "exp_avg" in state:
+        for key in ("step", "exp_avg_sq"):
+            if key not in state:
+                return f"it has 'exp_avg' but no {key!r}; expected both"
+    for key in MOMENTS:
+        if key in state and (reason := _moment_flaw(state[key], param)):
+            return f"{key!r} is {described(state[key])}; expected {reason}"
+    if "row_step" in state and (reason := _counts_flaw(state["row_step"], param)):
+        return f"'row_step' is {described(state['row_step'])}; expected {reason}"
+    return miscount(state["step"]) if "step" in state else None
+
+
+def _moment_flaw(moment: object, param: Tensor) -> str | None:
+    if not isinstance(moment, Tensor) or moment.layout != torch.strided or moment.is_meta:
+        return "a dense tensor"
+    if moment.shape != param.shape:
+        return f"the parameter's shape, {tuple(param.shape)}"
+    if moment.dtype not in FLOATS:
+        return "floating-point numbers of 16, 32 or 64 bits"
+    if any(stride == 0 and size > 1 for size, stride in zip(moment.shape, moment.stride(), strict=True)):
+        return "memory for each of its numbers"
+    return None
+
+
+def _counts_flaw(counts: object, param: Tensor) -> str | None:
+    if not isinstance(counts, Tensor) or counts.layout != torch.strided or counts.is_meta:
+        return "a dense tensor"
+    if counts.shape != param.shape[: counts.dim()]:
+        return f"leading dimensions of {tuple(param.shape)}"
+    # Widths other than ours are exact, and float32 is what a detour through torch's classes makes of counts.
+    if counts.dtype == torch.bool or counts.dtype in (torch.float16, torch.bfloat16) or counts.is_complex():
+        return "whole numbers"
+    if counts.numel() and not bool(((counts >= 0) & (counts < 1 << 53) & (counts == counts.to(torch.int64))).all()):
+        return "whole numbers from 0 to 2^53"
+    return None
+
+
+_Piece = tuple[int, int, str]
+"""Where memory begins and ends, and whose it is."""
+
+
+def _memory(name: str, tensor: Tensor) -> list[_Piece]:
+    """Where a tensor lies, if it lies in one piece of this machine's memory."""
+    if type(tensor) not in (Tensor, Parameter) or not tensor.is_cpu or not tensor.is_contiguous():
+        return []
+    start = tensor.data_ptr()
+    return [(start, start + tensor.nbytes, name)] if tensor.nbytes else []
+
+
+def _refuse_shared_memory(weights: list[_Piece], moments: list[_Piece]) -> None:
+    """Raise if a moment shares memory with anything; weights may share it with each other."""
+    own = set(moments)
+    reached: dict[bool, _Piece] = {}  # of the weights and of the moments so far, the piece that ends last
+    for piece in sorted(weights + moments):
+        is_moment = piece in own
+        for other_is_moment, other in reached.items():
+            if piece[0] < other[1] and (is_moment or other_is_moment):
+                raise ValueError(f"the loaded state: {other[2]} and {piece[2]} share memory; expected each its own")
+        if is_moment not in reached or reached[is_moment][1] < piece[1]:
+            reached[is_moment] = piece
+
+
+def _kind(value: object) -> str:
+    return f"a {type(value).__name__}"

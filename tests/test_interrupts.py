@@ -1,0 +1,208 @@
+"""Ctrl-C at any point of a step: each parameter has taken its step whole or not at all, and the run goes on."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from deferred_cases import distance
+from gradients import rows_of
+from interrupts import Interrupter, interrupted, lines_of
+from rowstep import DeferredAdam, DeferredAdamW, SparseAdam
+
+OPTIONS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "sparse": (SparseAdam, {}),
+    "all of sparse": (
+        SparseAdam,
+        {"amsgrad": True, "bias_correction": "row", "nonfinite": "skip", "weight_decay": 0.1, "maximize": True},
+    ),
+    "deferred": (DeferredAdam, {"betas": (0.8, 0.9)}),
+    "decayed": (DeferredAdamW, {"amsgrad": True, "weight_decay": 0.5}),
+}
+
+
+class Run:
+    """Two tables and two dense parameters, one of them with strides of its own, after some steps.
+
+    Every step has the same gradients, so that a parameter's count of steps tells where it must be.
+    """
+
+    def __init__(self, name: str) -> None:
+        torch.manual_seed(0)
+        cls, options = OPTIONS[name]
+        shapes = [(7, 3), (5, 2), (4, 3), (3, 4)]
+        self.params = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in shapes]
+        self.params[3].data = self.params[3].data.t()
+        self.grads: list[Tensor] = [
+            rows_of(self.params[0], [1, 4, 4, 6]),
+            rows_of(self.params[1], [0, 3]),
+            torch.randn_like(self.params[2]),
+            torch.randn_like(self.params[3]),
+        ]
+        if name == "all of sparse":
+            self.grads[2][1, 2] = torch.inf
+        self.optimizer: Any = cls(self.params, lr=0.05, **options)
+        for _ in range(3):
+            self.step()
+        if isinstance(self.optimizer, DeferredAdam):  # let rows wait that are not in the gradient
+            self.params[0].grad = rows_of(self.params[0], [0, 1, 2, 3])
+            self.optimizer.catch_up(self.params[0], torch.arange(7))
+            self.step_only(0)
+
+    def step(self) -> None:
+        for param, grad in zip(self.params, self.grads, strict=True):
+            if grad.is_sparse and isinstance(self.optimizer, DeferredAdam):  # as if its rows had been read
+                self.optimizer.catch_up(param, grad._indices()[0])
+            param.grad = grad
+        self.optimizer.step()
+
+    def step_only(self, *numbers: int) -> None:
+        for number, param in enumerate(self.params):
+            if number not in numbers:
+                param.grad = None
+        self.optimizer.step()
+
+    def counts(self) -> list[int]:
+        return [int(self.optimizer.state[param]["step"]) for param in self.params]
+
+    def results(self) -> list[dict[str, Tensor]]:
+        """Weights and state of each parameter, with nothing left to wait."""
+        saved = self.optimizer.state_dict()["state"]
+        tensors = [{key: torch.as_tensor(value).double() for key, value in saved[i].items()} for i in range(4)]
+        return [copy.deepcopy(state | {"p": param.detach()}) for param, state in zip(self.params, tensors, strict=True)]
+
+
+def trajectories(name: str, steps: int) -> list[dict[int, dict[str, Tensor]]]:
+    """For each parameter, what it is after each count of steps."""
+    found: list[dict[int, dict[str, Tensor]]] = [{} for _ in range(4)]
+    run = Run(name)
+    for _ in range(steps + 1):
+        for known, count, result in zip(found, run.counts(), run.results(), strict=True):
+            known[count] = result
+        run.step()
+    return found
+
+
+def assert_on_its_way(run: Run, expected: list[dict[int, dict[str, Tensor]]]) -> None:
+    for known, result in zip(expected, run.results(), strict=True):
+        count = int(result["step"])
+        assert result.keys() == known[count].keys()
+        for key, value in known[count].items():
+            assert distance(result[key], value) <= 1e-12, (key, count)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_interrupt_at_any_line_of_a_step(name: str) -> None:
+    expected = trajectories(name, 3)
+    start = Run(name).counts()
+
+    def prepare() -> tuple[Run, Callable[[], None]]:
+        run = Run(name)
+        return run, run.step
+
+    taken = set()
+    for run in interrupted(prepare):
+        after = run.counts()
+        assert all(count in (before, before + 1) for before, count in zip(start, after, strict=True))
+        taken.add(tuple(after))
+        assert_on_its_way(run, expected)
+        run.step()
+        run.step()
+        assert_on_its_way(run, expected)
+    assert len(taken) >= 4  # interrupts before, between and after the parameters' steps
+
+
+@pytest.mark.usefixtures("backend")
+def test_an_interrupt_at_any_line_of_a_first_step() -> None:
+    """Nothing is there yet, and what is made for the step does not count as one."""
+
+    def prepare() -> tuple[tuple[SparseAdam, nn.Parameter], Callable[[], None]]:
+        param = nn.Parameter(torch.ones(5, 2, dtype=torch.float64))
+        param.grad = rows_of(param, [1, 3], 0.5)
+        optimizer = SparseAdam([param], amsgrad=True, bias_correction="row")
+        return (optimizer, param), optimizer.step
+
+    whole, action = prepare()
+    action()
+    for optimizer, param in interrupted(prepare):
+        if optimizer.state[param].get("step", 0) == 0:
+            assert torch.equal(param.detach(), torch.ones(5, 2))
+            optimizer.step()
+        assert torch.equal(param, whole[1])
+        for key, value in whole[0].state[whole[1]].items():
+            assert torch.equal(torch.as_tensor(optimizer.state[param][key]), torch.as_tensor(value)), key
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("action", ["flush", "state_dict", "catch_up", "load_state_dict", "betas"])
+def test_an_interrupt_at_any_line_of_what_a_deferred_optimizer_does_besides(action: str) -> None:
+    expected = trajectories("decayed", 2)
+
+    def prepare() -> tuple[Run, Callable[[], object]]:
+        run = Run("decayed")
+        actions: dict[str, Callable[[], object]] = {
+            "flush": run.optimizer.flush,
+            "state_dict": run.optimizer.state_dict,
+            "catch_up": lambda: run.optimizer.catch_up(run.params[0], torch.tensor([5, 0, 5])),
+            "load_state_dict": lambda: run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict())),
+            "betas": lambda: run.optimizer.param_groups[0].update(eps=1e-8) or run.optimizer.flush(),
+        }
+        return run, actions[action]
+
+    for run in interrupted(prepare):
+        assert_on_its_way(run, expected)
+        run.step()
+        assert_on_its_way(run, expected)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("name", ["sparse", "deferred"])
+def test_real_signals(name: str) -> None:
+    """Of an alarm clock: most strike right behind a kernel, where Python looks for them first."""
+    steps = 200
+    expected = trajectories(name, steps)
+    run, struck, is_armed = Run(name), 0, False
+
+    def strike(*_: object) -> None:
+        nonlocal is_armed
+        if is_armed:
+            is_armed = False
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, strike)
+    signal.setitimer(signal.ITIMER_REAL, 0.003, 0.003)
+    try:
+        for _ in range(steps // 2):
+            try:
+                is_armed = True
+                run.step()
+                is_armed = False
+            except KeyboardInterrupt:
+                struck += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert struck > 0
+    assert_on_its_way(run, expected)
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("name", ["sparse", "deferred"])
+def test_a_signal_handler_may_save_a_checkpoint_in_the_middle_of_a_step(name: str) -> None:
+    """As programs do that are told to leave: what is saved is a state between the steps of two parameters."""
+    expected = trajectories(name, 3)
+    for line in lines_of(Run(name).step):
+        run = Run(name)
+        Interrupter(line, functools.partial(assert_on_its_way, run, expected)).run(run.step)
+        assert_on_its_way(run, expected)
+        run.step()
+        assert_on_its_way(run, expected)
