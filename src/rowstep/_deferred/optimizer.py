@@ -240,13 +240,19 @@ class DeferredAdam(RowOptimizer):
             _ensure_maximum(self.state[param], param, group)
         table.adopt(_options(group), backend)
 
+    @torch.inference_mode(False)  # what is made here outlives a block of inference
     def _operate(self, param: Tensor, change: Callable[[State], None]) -> None:
         table = self._tables.get(param)
         if table is not None:
             table.flush(_backends.chosen())
-        super()._operate(param, change)
-        if table is not None:
-            table.restart(tuple(param.shape[:1]))
+            # No row waits any more, so an interrupt may lose the table: the next step would begin another.
+            del self._tables[param]
+        try:
+            super()._operate(param, change)
+        finally:
+            if table is not None:
+                table.restart(tuple(param.shape[:1]))
+                self._tables[param] = table
 
     # Copies and checkpoints
 
