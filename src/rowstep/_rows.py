@@ -2,8 +2,11 @@
 
 A parameter and all of its state are changed together, and the parameter stays the same object, so that modules and
 optimizers that hold it keep working. The rows that remain go on as if nothing had happened. A gradient that is there
-belongs to the old rows and is dropped. An ``nn.Embedding`` keeps its own note of the number of rows, for its ``repr``
-only: set ``module.num_embeddings`` if you print it.
+belongs to the old rows and is dropped, and a backward pass whose forward pass read the old rows raises. An
+``nn.Embedding`` keeps its own note of the number of rows, for its ``repr`` only: set ``module.num_embeddings`` if you
+print it.
+
+Everything new is allocated first and put in place at the end: an error or an interrupt leaves all as it was.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from ._commit import replace_table
 from ._shard import shard_of
 from ._state import State, zeros_like
 
@@ -20,6 +24,7 @@ Init = Tensor | Callable[[Tensor], object]
 """The weights of new rows, or a function that fills them in place, such as those of ``torch.nn.init``."""
 
 
+@torch.inference_mode(False)
 def grow(param: Tensor, state: State, count: int, init: Init) -> None:
     """Append ``count`` rows with the weights ``init``, or what it makes of them, and the state of rows never seen."""
     _refuse_a_part(param)
@@ -34,24 +39,35 @@ def grow(param: Tensor, state: State, count: int, init: Init) -> None:
         table[old:] = init
     else:
         init(table[old:])
+    changed = {}
     for key, tensor in _row_states(state, old):
-        state[key] = zeros_like(tensor.new_empty(old + count, *tensor.shape[1:]))
-        state[key][:old] = tensor
-    _replace(param, table)
+        changed[key] = zeros_like(tensor.new_empty(old + count, *tensor.shape[1:]))
+        changed[key][:old] = tensor
+    replace_table(param, table, state, changed)
 
 
+@torch.inference_mode(False)
 def keep(param: Tensor, state: State, rows: Tensor) -> None:
     """Keep these rows, in this order, and drop the others."""
     _refuse_a_part(param)
-    for key, tensor in _row_states(state, row_count(param)):
-        state[key] = tensor.index_select(0, rows)
-    _replace(param, param.detach().index_select(0, rows))
+    changed = {key: tensor.index_select(0, rows) for key, tensor in _row_states(state, row_count(param))}
+    replace_table(param, param.detach().index_select(0, rows), state, changed)
 
 
+@torch.inference_mode(False)
 def reset(param: Tensor, state: State, rows: Tensor) -> None:
-    """Give these rows the state of rows never seen. Their weights are left to the caller."""
-    for _, tensor in _row_states(state, row_count(param)):
-        tensor.index_fill_(0, rows, 0)
+    """Give these rows the state of rows never seen. Their weights are left to the caller.
+
+    No row moves, so gradients and graphs stay good.
+    """
+    before = [(tensor, tensor.index_select(0, rows)) for _, tensor in _row_states(state, row_count(param))]
+    try:
+        for tensor, _ in before:
+            tensor.index_fill_(0, rows, 0)
+    except BaseException:
+        for tensor, values in before:
+            tensor.index_copy_(0, rows, values)
+        raise
 
 
 def named_rows(param: Tensor, mask_or_ids: Tensor) -> Tensor:
@@ -108,8 +124,3 @@ def _row_states(state: State, count: int) -> Iterator[tuple[str, Tensor]]:
     for key, tensor in list(state.items()):
         if key != "step" and isinstance(tensor, Tensor) and tensor.shape[:1] == (count,):
             yield key, tensor
-
-
-def _replace(param: Tensor, table: Tensor) -> None:
-    param.grad = None
-    param.data = table

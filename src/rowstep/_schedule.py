@@ -88,33 +88,36 @@ class Schedule:
             self._undo = rho ** -np.arange(length) if self.ratio else np.zeros((7, length))
             self._redo = rho ** np.arange(1, length + 1)
 
-    def advance(self, lr: Any, weight_decay: float) -> None:
-        """Record one more step, and bring the coefficients of every gap up to it.
+    def advance(self, lr: Any, weight_decay: float, to: int | None = None) -> None:
+        """Record one more step, and bring the coefficients of every gap up to it; nothing, if it is at ``to`` already.
 
         A Tensor lr is computed with in its own dtype, as torch does. Whatever interrupts this leaves the schedule as it
-        was, and it can be called again: all is computed beside what is in use, and taken over at once.
+        was, and it can be called again, even by the interrupt itself: all is read at once, computed beside what is in
+        use, and taken over at once.
         """
+        newest, rates, roots, decayed, excess = self._newest()
+        if newest == to:
+            return
         beta1, beta2 = self.betas
         kept = float(1 - lr * weight_decay)
         if kept <= 0:
             raise ValueError(f"lr * weight_decay is {float(lr * weight_decay)}; deferred steps need it below 1")
-        step, count = self.step + 1, self.origin + self.step + 1
+        step, count = newest + 1, self.origin + newest + 1
         root = math.sqrt(1 - beta2**count)
         rate = float(lr * root / (1 - beta1**count))
-        recent_rate, recent_root = np.empty_like(self._recent_rate), np.empty_like(self._recent_root)
-        recent_rate[1:], recent_rate[0] = self._recent_rate[:-1] * kept, rate
-        recent_root[:, 1:], recent_root[:, 0] = self._recent_root[:, :-1], [root**n for n in range(7)]
+        recent_rate, recent_root = np.empty_like(rates), np.empty_like(roots)
+        recent_rate[1:], recent_rate[0] = rates[:-1] * kept, rate
+        recent_root[:, 1:], recent_root[:, 0] = roots[:, :-1], [root**n for n in range(7)]
         with np.errstate(over="ignore", invalid="ignore"):
             window = self._window_of(recent_rate, recent_root)
         # Nobody looks at these entries of the rings until the step is counted.
-        slot, before = step % self.capacity, self.step % self.capacity
+        slot, before = step % self.capacity, newest % self.capacity
         self.rate[slot], self.root[slot] = rate, root
         self.frozen[(step - self.window_length) % self.capacity] = window[self.window_length]
         # Kahan's sum: thousands of equal addends would round the same way every time.
-        addend = math.log(kept) - self._decayed_excess
-        total = self.decayed[before] + addend
-        excess = (total - self.decayed[before]) - addend
-        decayed = self.decayed
+        addend = math.log(kept) - excess
+        total = decayed[before] + addend
+        excess = (total - decayed[before]) - addend
         decayed[slot] = total
         if total < -1:  # only differences count, and those of small numbers are the better ones
             decayed = decayed - total
@@ -126,6 +129,10 @@ class Schedule:
             _recent_rate=recent_rate,
             _recent_root=recent_root,
         )
+
+    def _newest(self) -> tuple[int, Any, Any, Any, float]:
+        # On one line: nothing can come between.
+        return self.step, self._recent_rate, self._recent_root, self.decayed, self._decayed_excess
 
     def _window_of(self, recent_rate: Any, recent_root: Any) -> Any:
         """The coefficients for every gap in the window, if these were the newest steps."""

@@ -1,11 +1,15 @@
 """Bring rows up to date before anybody reads them: the hooks on embedding modules.
 
 Before a lookup, the rows asked for. Before a state dict, a deepcopy or a pickle is taken of the module, or it goes to
-eval mode, or other weights are loaded into it, the whole table. A copy of the module is a plain one, without hooks.
+eval mode or another dtype, or other weights are loaded into it, the whole table. A copy of the module is a plain one,
+without hooks.
+
+The weight of a parametrized module is computed from its tables, from all of their rows: those are flushed before.
 """
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import functools
 import weakref
@@ -14,14 +18,23 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from torch.utils.hooks import RemovableHandle
+
+_HOOKS = "_rowstep_hooks"
+"""Where a module has its hooks. Not annotated on the class: torch.jit.script would want to compile it."""
 
 
 class Owner(Protocol):
     """What the hooks need of the optimizer."""
 
+    _optimizer_step_pre_hooks: dict[int, Any]
+
     def bring_up_to_date(self, param: Tensor, ids: Tensor | None) -> None:
         """Bring these rows, or all of them, up to date, if the parameter is one whose rows wait."""
+
+    def register_step_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(optimizer, args, kwargs)`` before each step."""
 
 
 @runtime_checkable
@@ -37,45 +50,60 @@ def reads_rows(module: nn.Module) -> bool:
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag, RowReader))
 
 
+def tables_of(module: nn.Module) -> list[Tensor]:
+    """What a module that reads rows reads: its weight, or where that is computed, the parameters below the module."""
+    weight = module._parameters.get("weight")
+    return list(module.parameters()) if weight is None else [weight]
+
+
 class _Hooks:
     """The hooks of one module. It does not keep the optimizer alive."""
 
     def __init__(self, module: nn.Module, owner: Owner) -> None:
-        self._owner = weakref.ref(owner)
+        self._owner: Callable[[], Owner | None] = weakref.ref(owner)
+        self._module = weakref.ref(module)
         self._handles: list[RemovableHandle] = [
-            module.register_lookup_hook(self._before_rows)
+            module.register_lookup_hook(self._before_lookup_of)
             if isinstance(module, RowReader)
             else module.register_forward_pre_hook(self._before_lookup, with_kwargs=True),
             module.register_state_dict_pre_hook(self._before_whole_read),  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(self._before_whole_read),  # type: ignore[no-untyped-call]
         ]
+        for part in module.modules():
+            if isinstance(part, ParametrizationList):  # reads of the weight outside of a lookup come by here
+                self._handles.append(part.register_forward_pre_hook(self._before_whole_read))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_lookup(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = args[0] if args else kwargs.get("input")
-        owner = self._owner()
-        if owner is None or not isinstance(ids, Tensor):
+        if not isinstance(ids, Tensor):
             return
-        if torch._C._functorch.is_functorch_wrapped_tensor(ids):
-            owner.bring_up_to_date(cast(Tensor, module.weight), None)  # which rows vmap will read cannot be seen here
+        # Which rows vmap will read cannot be seen here.
+        self._before_lookup_of(module, None if torch._C._functorch.is_functorch_wrapped_tensor(ids) else ids)
+
+    def _before_lookup_of(self, module: nn.Module, rows: Tensor | None) -> None:
+        owner = self._owner()
+        if owner is None:
+            return
+        weight = module._parameters.get("weight")
+        if weight is not None:
+            _bring_up_to_date(owner, weight, rows)
         else:
-            owner.bring_up_to_date(cast(Tensor, module.weight), ids)
+            self.flush()
 
-    def _before_rows(self, module: nn.Module, rows: Tensor | None) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner.bring_up_to_date(cast(Tensor, module.weight), rows)
+    def _before_whole_read(self, *_: Any) -> None:
+        self.flush()
 
-    def _before_whole_read(self, module: nn.Module, *_: Any) -> None:
-        self.flush(module)
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def flush(self) -> None:
+        owner, module = self._owner(), self._module()
+        if owner is not None and module is not None:
+            for table in tables_of(module):
+                _bring_up_to_date(owner, table, None)
 
-    def flush(self, module: nn.Module) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner.bring_up_to_date(cast(Tensor, module.weight), None)
-
-    def belongs_to(self, owner: Owner) -> bool:
-        return self._owner() is owner
+    @property
+    def owner(self) -> Owner | None:
+        return self._owner()
 
     def remove_from(self, state: dict[str, Any]) -> None:
         """Take the hooks out of a copied module state."""
@@ -88,24 +116,94 @@ class _Hooks:
         for handle in self._handles:
             handle.remove()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hooks:
+        """For modules that copy their attributes themselves, as parametrized ones do. The copy is nobody's."""
+        self.flush()
+        copied = memo[id(self)] = object.__new__(_Hooks)
+        copied._owner, copied._module = _nobody, self._module
+        copied._handles = copy.deepcopy(self._handles, memo)
+        return copied
+
+
+def _bring_up_to_date(owner: Owner, table: Tensor, rows: Tensor | None) -> None:
+    tracing = torch._C._get_tracing_state()
+    if tracing is None:
+        owner.bring_up_to_date(table, rows)
+        return
+    set_tracing = torch._C._set_tracing_state  # type: ignore[attr-defined]
+    set_tracing(None)  # what torch.jit.trace records is the model, and this is no part of it
+    try:
+        owner.bring_up_to_date(table, rows)
+    finally:
+        set_tracing(tracing)
+
+
+def _nobody() -> None:
+    """The owner of a copied module's hooks."""
+
 
 class _Attached(nn.Module):
     """What an attached module overrides: the reads of a whole table for which torch has no hook."""
 
-    _rowstep_hooks: _Hooks
-
     def train(self, mode: bool = True) -> Any:
         if not mode:
-            self._rowstep_hooks.flush(self)
+            _flush(self)
         return super().train(mode)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        _flush(self)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def __delattr__(self, name: str) -> None:
+        if name == "weight":  # as register_parametrization does: the table goes elsewhere
+            _let_go_until_next_step(self)
+        super().__delattr__(name)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Called by torch.jit.script, which would compile the hooks."""
+        _let_go_until_next_step(self)
+        return self
+
+    def __copy__(self) -> nn.Module:
+        """A copy that reads the same table, so it is attached as well."""
+        make, args, state, *_ = self.__reduce_ex__(2)
+        copied: Any = make(*args)
+        copied.__setstate__(state)
+        hooks = vars(self).get(_HOOKS)
+        if hooks is not None and hooks.owner is not None:
+            attach(copied, hooks.owner)
+        return cast(nn.Module, copied)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self._rowstep_hooks.flush(self)
+        _flush(self)
         _, _, state, *rest = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
         state = dict(state)
-        state.pop("_rowstep_hooks").remove_from(state)
+        if _HOOKS in state:
+            state.pop(_HOOKS).remove_from(state)
         # As copyreg makes an object without calling its constructor; pickle lets no other class through __newobj__.
         return copyreg._reconstructor, (type(self).__mro__[2], object, None), state, *rest  # type: ignore[attr-defined]
+
+
+def _flush(module: nn.Module) -> None:
+    hooks = vars(module).get(_HOOKS)
+    if hooks is not None:
+        hooks.flush()
+
+
+def _let_go(module: nn.Module) -> Owner | None:
+    """Flush what the module reads and take its hooks off; return the optimizer that had it, if that is alive."""
+    _flush(module)
+    hooks: _Hooks | None = vars(module).pop(_HOOKS, None)
+    if hooks is None:
+        return None
+    hooks.detach()
+    return hooks.owner
+
+
+def _let_go_until_next_step(module: nn.Module) -> None:
+    owner = _let_go(module)
+    if owner is not None:
+        _attach_at_next_step(module, owner)
 
 
 @functools.cache
@@ -113,14 +211,46 @@ def _attached_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(cls.__name__, (_Attached, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
+def _give_class(module: nn.Module) -> None:
+    cls: Any = type(module)
+    if issubclass(cls, _Attached):
+        return
+    if is_parametrized(module):  # torch has put a class of its own on top, and will want to take it off again
+        (base,) = cls.__bases__
+        cls.__bases__ = (_attached_class(base),)
+    else:
+        module.__class__ = _attached_class(cls)
+
+
 def attach(module: nn.Module, owner: Owner) -> None:
     """Hook an Embedding or EmbeddingBag to the optimizer that owns its weight; once is enough."""
-    hooks = getattr(module, "_rowstep_hooks", None)
-    if hooks is not None:
-        if hooks.belongs_to(owner):
-            return
-        hooks.flush(module)
-        hooks.detach()
+    if "_modules" not in vars(module):  # it is being copied or unpickled, and the optimizer is one of its attributes
+        _attach_at_next_step(module, owner)
+        return
+    hooks = vars(module).get(_HOOKS)
+    if hooks is not None and hooks.owner is owner:
+        return
+    _let_go(module)
+    _give_class(module)
+    vars(module)[_HOOKS] = _Hooks(module, owner)
+
+
+class _AttachAtNextStep:
+    """A hook on an optimizer. Until it steps, no row waits, so nothing is lost without hooks on the module."""
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+
+    def __call__(self, optimizer: Owner, args: object, kwargs: object) -> None:
+        while self.modules:
+            attach(self.modules.pop(), optimizer)
+
+
+def _attach_at_next_step(module: nn.Module, owner: Owner) -> None:
+    for hook in owner._optimizer_step_pre_hooks.values():
+        if isinstance(hook, _AttachAtNextStep):
+            break
     else:
-        module.__class__ = _attached_class(type(module))  # type: ignore[arg-type]  # mypy: a class is hashable
-    cast(_Attached, module)._rowstep_hooks = _Hooks(module, owner)
+        hook = _AttachAtNextStep()
+        owner.register_step_pre_hook(hook)
+    hook.modules.append(module)

@@ -20,7 +20,7 @@ from .._optimizer import Group, RowOptimizer, Rows, Work
 from .._rule import row_rule
 from .._schedule import check_betas
 from .._state import State, count_tensor, ensure_moments, set_count
-from .attach import attach, reads_rows
+from .attach import attach, reads_rows, tables_of
 from .table import Options, StaleRowsError, Table, is_only_traced
 
 _WAYS_OUT = (
@@ -111,7 +111,7 @@ class DeferredAdam(RowOptimizer):
         owned = {param for group in self.param_groups for param in group["params"]}
         found = False
         for child in module.modules():
-            if reads_rows(child) and child.weight in owned:
+            if reads_rows(child) and not owned.isdisjoint(tables_of(child)):
                 found = True
                 attach(child, self)
                 if not any(child is other for other in self._attached):
@@ -280,7 +280,7 @@ class DeferredAdam(RowOptimizer):
         self._group_of(param)
         with self._lock:
             self.flush(param)
-            self._tables.pop(param, None)
+            self._tables.pop(param, None)  # no row waits any more, and the next step begins another
             super()._operate(param, change)
 
     # Copies and checkpoints

@@ -82,8 +82,7 @@ class Table:
 
         ``step`` is how many the parameter has taken then. If this is interrupted, a second call takes it to its end.
         """
-        if self.step < step:
-            self.schedule.advance(lr, weight_decay)
+        self.schedule.advance(lr, weight_decay, to=step - self.schedule.origin)
         if rows is None:
             self.since.fill_(self.schedule.step)
         else:
