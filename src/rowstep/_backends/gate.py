@@ -29,7 +29,7 @@ def admit_table(param: Tensor, state: State, lead: tuple[int, ...], *, amsgrad: 
     shape = param.shape
     if shape[: len(lead)] != lead:
         raise ValueError(
-            f"the parameter has shape {tuple(shape)} now, but its rows were counted over {lead}; "
+            f"the parameter has shape {tuple(shape)} now; expected rows over {lead}, as its state has; "
             "change the rows of a table with the optimizer's grow, keep_rows or permute_rows"
         )
     try:
@@ -63,25 +63,24 @@ def _admit_gradient(gradient: RowGradient) -> bool:
             f"the gradient has values {described(values)} for row numbers {described(rows)}; expected a row of "
             f"{gradient.columns} floating-point numbers for each"
         )
-    if not (rows.is_cpu and values.is_cpu):
-        return False
-    if not (_has_memory(rows) and _has_memory(values)):
-        raise ValueError("the gradient's storage is smaller than the gradient; it was freed or resized after backward")
-    return rows.is_contiguous()
+    _refuse_lost_memory("the gradient's values", values)
+    return admit_rows(rows) and values.is_cpu
 
 
 def admit_rows(rows: Tensor) -> bool:
     """Raise unless these are row numbers; tell whether kernels can address them."""
     if rows.dim() != 1 or rows.dtype != torch.int64:
         raise ValueError(f"the row numbers are {described(rows)}; expected a list of int64")
-    return rows.is_cpu and rows.is_contiguous() and _has_memory(rows)
+    _refuse_lost_memory("the row numbers", rows)
+    return rows.is_cpu and rows.is_contiguous()
 
 
 def admit_notes(since: Tensor, lead: tuple[int, ...]) -> bool:
     """Raise unless there is a note for every row over ``lead``; tell whether kernels can address them."""
     if since.shape != lead or since.dtype != torch.int32:
         raise ValueError(f"the notes per row are {described(since)}; expected one int32 for each row over {lead}")
-    return since.is_cpu and since.is_contiguous() and _has_memory(since)
+    _refuse_lost_memory("the notes per row", since)
+    return since.is_cpu and since.is_contiguous()
 
 
 def _fits(tensor: Tensor, shape: torch.Size) -> bool:
@@ -93,6 +92,13 @@ def _fits(tensor: Tensor, shape: torch.Size) -> bool:
         and tensor.dtype in _FLOATS
         and _has_memory(tensor)
     )
+
+
+def _refuse_lost_memory(name: str, tensor: Tensor) -> None:
+    if tensor.is_cpu and not _has_memory(tensor):
+        raise ValueError(
+            f"the storage of {name} is smaller than its shape {tuple(tensor.shape)} needs; it was freed or resized"
+        )
 
 
 def _has_memory(tensor: Tensor) -> bool:
@@ -122,8 +128,5 @@ def _explain(param: Tensor, state: State, lead: tuple[int, ...], *, amsgrad: boo
             raise ValueError(
                 f"its state 'row_step' is {described(counts)}; expected int64 counts over {lead} on {param.device}"
             )
-    for name, tensor in {"parameter": param, **tensors}.items():
-        if tensor.is_cpu and not _has_memory(tensor):
-            raise ValueError(
-                f"the storage of {name} is smaller than its shape {tuple(tensor.shape)} says; it was freed or resized"
-            )
+    for name, tensor in {"the parameter": param, **tensors}.items():
+        _refuse_lost_memory(name, tensor)

@@ -123,7 +123,11 @@ def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule, outco
 def catch_up(param: Tensor, state: State, since: Tensor, schedule: Schedule, rows: Tensor | range) -> None:
     """Bring these rows of ``param`` and its moments from the steps in ``since`` to the schedule's."""
     lead = tuple(since.shape)
-    if not admit_table(param, state, lead, amsgrad=schedule.amsgrad, counted=False) or not admit_notes(since, lead):
+    if not (
+        admit_table(param, state, lead, amsgrad=schedule.amsgrad, counted=False)
+        and admit_notes(since, lead)
+        and (isinstance(rows, range) or admit_rows(rows))
+    ):
         reference.catch_up(param, state, since, schedule, rows)
         return
     m, v = state["exp_avg"], state["exp_avg_sq"]

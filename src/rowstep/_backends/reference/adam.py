@@ -14,12 +14,13 @@ from torch import Tensor
 from ..._gradient import RowGradient
 from ..._rule import Rule
 from ..._state import State, compute_dtype
-from ..gate import admit_gradient, admit_table
+from ..gate import admit_gradient, admit_rows, admit_table
 from ..outcome import Outcome
 
 
 def first_outside(rows: Tensor, row_count: int) -> int | None:
     """The first of these row numbers that is not in a table of so many rows."""
+    admit_rows(rows)
     outside = (rows < 0) | (rows >= row_count)
     return int(rows[outside][0]) if outside.any() else None
 
@@ -41,7 +42,6 @@ def norm(gradient: RowGradient, power: float) -> float:
 def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule, outcome: Outcome) -> None:
     """Step the rows of ``param`` that ``gradient`` names, in place."""
     admit_table(param, state, gradient.lead, amsgrad=rule.amsgrad, counted=rule.per_row)
-    admit_gradient(gradient)
     dtype = compute_dtype(param.dtype, state["exp_avg"].dtype, gradient.values.dtype)
     rows, g = _sum_duplicates(gradient, dtype)
     skipped = 0
@@ -78,6 +78,7 @@ def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule, outco
 
 def _sum_duplicates(gradient: RowGradient, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The distinct rows, ascending, and for each the sum of its occurrences, added in order of occurrence."""
+    admit_gradient(gradient)
     values = gradient.values.to(dtype)
     rows, position = torch.unique(gradient.rows, return_inverse=True)
     return rows, values.new_zeros(len(rows), gradient.columns).index_add_(0, position, values)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..._schedule import EBAR, M0, M2, M3, M4, M5, SAFE, Schedule
 from ..._state import State, compute_dtype
-from ..gate import admit_notes, admit_table
+from ..gate import admit_notes, admit_rows, admit_table
 from ..outcome import Outcome
 from .adam import RowsOf
 
@@ -23,7 +23,9 @@ def catch_up(param: Tensor, state: State, since: Tensor, schedule: Schedule, row
     lead = tuple(since.shape)
     admit_table(param, state, lead, amsgrad=schedule.amsgrad, counted=False)
     admit_notes(since, lead)
-    if isinstance(rows, range):
+    if isinstance(rows, Tensor):
+        admit_rows(rows)
+    else:
         rows = torch.arange(rows.start, rows.stop, device=since.device)
     stale = torch.unique(rows[since.view(-1)[rows] != schedule.step])
     for some in stale.split(_ROWS_AT_ONCE):
@@ -76,9 +78,13 @@ def _sum_by_terms(divisor: Tensor, schedule: Schedule, start: int) -> Tensor:
 
 def count_stale(since: Tensor, rows: Tensor, step: int) -> int:
     """How many of these row numbers name a row that is not up to date."""
+    admit_notes(since, tuple(since.shape))
+    admit_rows(rows)
     return int((since.view(-1)[rows] != step).sum())
 
 
 def mark(since: Tensor, rows: Tensor, step: int) -> None:
     """Note that these rows are up to date at this step."""
+    admit_notes(since, tuple(since.shape))
+    admit_rows(rows)
     since.view(-1)[rows] = step
