@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,9 @@ def test_a_gradient_that_the_step_would_overwrite() -> None:
     assert np.array_equal(memory, np.arange(10.0))
 
 
+NO_NUMBERS: tuple[Any, ...] = (
+    "0.1", b"0.1", np.str_("0.1"), np.array("0.1"), True, np.True_, 1j, np.array([0.1]), [0.1], {},
+)  # fmt: skip
 NUMBERS_REFUSED: list[tuple[str, Any, type[Exception], str]] = [
     ("lr", -0.1, ValueError, "lr is -0.1; expected a finite number >= 0"),
     ("lr", float("nan"), ValueError, "lr is nan; expected a finite number >= 0"),
@@ -147,7 +152,19 @@ NUMBERS_REFUSED: list[tuple[str, Any, type[Exception], str]] = [
     ("betas", (0.9, float("nan")), ValueError, r"betas is \(0.9, nan\); expected two numbers in \[0, 1\)"),
     ("betas", (0.9,), TypeError, r"betas is \(0.9,\); expected two numbers in \[0, 1\)"),
     ("betas", 0.9, TypeError, r"betas is 0.9; expected two numbers in \[0, 1\)"),
-    ("betas", ("a", "b"), TypeError, r"betas is 'a'; expected two numbers in \[0, 1\)"),
+    *(
+        (setting, value, TypeError, f"{setting} is {re.escape(repr(value))}; expected a finite number")
+        for setting in ("lr", "eps", "weight_decay")
+        for value in NO_NUMBERS
+    ),
+    ("lr", 10**400, ValueError, "lr is 1000.*; expected a finite number >= 0"),
+    ("betas", "00", TypeError, r"betas is '00'; expected two numbers in \[0, 1\)"),
+    ("betas", b"\0\0", TypeError, r"betas is b'.*'; expected two numbers in \[0, 1\)"),
+    ("betas", (True, False), TypeError, r"betas is \(True, False\); expected two numbers in \[0, 1\)"),
+    ("betas", {0.5: 1, 0.25: 2}, TypeError, r"betas is \{.*\}; expected two numbers in \[0, 1\)"),
+    ("betas", frozenset((0.5, 0.25)), TypeError, r"betas is frozenset.*; expected two numbers in \[0, 1\)"),
+    ("betas", (0.5, 0.5, 0.5), TypeError, r"betas is \(0.5, 0.5, 0.5\); expected two numbers in \[0, 1\)"),
+    ("betas", ("a", "b"), TypeError, r"betas is \('a', 'b'\); expected two numbers in \[0, 1\)"),
 ]
 
 
@@ -173,6 +190,10 @@ def test_numbers_of_numpy_are_numbers() -> None:
     optimizer = Adam(lr=np.float32(0.5), betas=np.array([0.5, 0.25]), eps=np.array(1e-3))  # type: ignore[arg-type]
     assert (optimizer.lr, optimizer.betas, optimizer.eps) == (0.5, (0.5, 0.25), 1e-3)
     assert type(optimizer.lr) is float
+    optimizer.lr, optimizer.betas = Fraction(1, 4), [np.float16(0.5), np.array(0.75)]  # type: ignore[assignment]
+    assert (optimizer.lr, optimizer.betas) == (0.25, (0.5, 0.75))
+    optimizer.lr = np.int64(2)  # type: ignore[assignment]
+    assert optimizer.lr == 2.0
 
 
 @pytest.mark.parametrize("name", ["Numba", "cuda"])

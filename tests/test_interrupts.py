@@ -18,7 +18,7 @@ from gradients import rows_of
 from interrupts import Interrupter, interrupted, lines_of
 from rowstep import DeferredAdam, DeferredAdamW, SparseAdam
 
-OPTIONS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+OPTIONS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
     "sparse": (SparseAdam, {}),
     "all of sparse": (
         SparseAdam,

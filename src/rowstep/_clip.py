@@ -15,7 +15,9 @@ from torch import Tensor
 
 from . import _backends
 from ._gradient import RowGradient, outside_message, row_gradient
+from ._scale import like_sparse, replace, scale_what_torch_cannot
 from ._shard import shard_of
+from ._state import compute_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -32,15 +34,15 @@ def clip_grad_norm_(
     """Scale all gradients together so that their norm is at most ``max_norm``; return the norm before.
 
     As :func:`torch.nn.utils.clip_grad_norm_`, for sparse and dense gradients. ``foreach`` is for the dense ones.
+    ``param.grad`` stays the same object, and each gradient is scaled once, even if parameters share one or if several
+    gradients share memory. A dense gradient is scaled in place; a sparse one may get new values, so that other tensors
+    over the old ones, such as what was passed to ``backward``, stay as they are.
 
     Of a sharded table, the norm counts the rows of all ranks; then every rank of its group must make this call. Other
     gradients are taken to be the same on every rank, as DistributedDataParallel makes them.
     """
-    norm_type = float(norm_type)
+    max_norm, norm_type = float(max_norm), float(norm_type)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    grads = [param.grad for param in parameters if param.grad is not None]
-    sparse = [grad for grad in grads if grad.is_sparse]
-    dense = [grad for grad in grads if not grad.is_sparse]
     total = _norm_over_ranks(parameters, norm_type, foreach)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
@@ -50,8 +52,8 @@ def clip_grad_norm_(
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     if factor.is_cpu and factor == 1:  # nothing to clip, and reading the factor costs no wait for a device
         return total
-    for values in _distinct([grad._values() for grad in sparse]) + dense:
-        values.mul_(factor.to(values.device))
+    left = scale_what_torch_cannot(parameters, factor)
+    torch.nn.utils.clip_grads_with_norm_(left, max_norm, total, foreach)
     return total
 
 
@@ -60,18 +62,39 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
     """Clamp every number of every gradient to [-clip_value, clip_value].
 
     As :func:`torch.nn.utils.clip_grad_value_`, for sparse and dense gradients. What is clamped is a row's sum, so the
-    duplicates of a sparse gradient are combined: ``.grad`` is a coalesced gradient afterwards.
+    duplicates of a sparse gradient are combined: it has new, coalesced entries afterwards. ``param.grad`` stays the
+    same object.
     """
+    clip_value = float(clip_value)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    dense = [param for param in parameters if param.grad is not None and not param.grad.is_sparse]
-    torch.nn.utils.clip_grad_value_(dense, clip_value, foreach=foreach)
-    for param in parameters:
-        if param.grad is not None and param.grad.is_sparse:
-            grad = param.grad.coalesce()
-            values = grad.values().clamp(-float(clip_value), float(clip_value))
-            param.grad = torch.sparse_coo_tensor(
-                grad.indices(), values, grad.shape, is_coalesced=True, check_invariants=False
-            )
+    sparse, dense = _split(parameters)
+    if sparse and not clip_value >= 0:
+        raise ValueError(
+            f"Invalid clip_value: {clip_value}; expected one >= 0, as what a sparse gradient does not name stays 0"
+        )
+    # All sums come first: a dense gradient, which torch clamps in place, may be the memory of a sparse one.
+    clamped = [(grad, _clamped_sums(grad, clip_value)) for grad in sparse]
+    if dense:  # torch refuses an empty list
+        torch.nn.utils.clip_grad_value_(dense, clip_value, foreach=foreach)
+    for grad, entries in clamped:
+        replace(grad, entries)
+
+
+def _split(parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The sparse gradients, and the parameters that have dense ones."""
+    with_gradient = [param for param in parameters if param.grad is not None]
+    sparse = [param.grad for param in with_gradient if param.grad is not None and param.grad.is_sparse]
+    return sparse, [param for param in with_gradient if param.grad is not None and not param.grad.is_sparse]
+
+
+def _clamped_sums(grad: Tensor, clip_value: float) -> Tensor:
+    """The gradient with duplicates combined, in the dtype a step would sum them in, and then clamped."""
+    _checked(grad, _backends.chosen())  # coalesce trusts the indices
+    values = grad._values().to(compute_dtype(grad.dtype))
+    # What claims to be coalesced may still hold duplicates.
+    summed = like_sparse(grad, grad._indices(), values, coalesced=False).coalesce()
+    clamped = summed.values().clamp(-clip_value, clip_value).to(grad.dtype)
+    return like_sparse(grad, summed.indices(), clamped, coalesced=True)
 
 
 def _norm_over_ranks(parameters: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
@@ -82,7 +105,7 @@ def _norm_over_ranks(parameters: list[Tensor], norm_type: float, foreach: bool |
         by_group.setdefault(None if shard is None else shard.group, []).append(param)
     if len(by_group) == 1:
         return _total_norm(parameters, norm_type, foreach)
-    if norm_type <= 0:
+    if not norm_type > 0:
         raise ValueError(f"Invalid norm_type value: {norm_type}; expected one above 0 where tables are sharded")
     from .distributed import _exchange
 
@@ -105,20 +128,18 @@ def _norm_over_ranks(parameters: list[Tensor], norm_type: float, foreach: bool |
 
 
 def _total_norm(parameters: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
-    grads = [param.grad for param in parameters if param.grad is not None]
-    sparse = [grad for grad in grads if grad.is_sparse]
-    dense = [grad for grad in grads if not grad.is_sparse]
+    """The norm of the gradients' norms, as torch takes it."""
+    sparse, with_dense = _split(parameters)
+    dense = [param.grad for param in with_dense if param.grad is not None]
+    if not sparse:
+        return torch.nn.utils.get_total_norm(dense, norm_type, foreach=foreach)
     backend = _backends.chosen()
     norms = [backend.norm(_checked(grad, backend), norm_type) for grad in sparse]
-    if dense:
-        of_dense: Tensor = torch.nn.utils.get_total_norm(dense, norm_type, foreach=foreach)
-        if not norms:
-            return of_dense
-        norms.append(float(of_dense))
-    first = (dense or sparse or [torch.zeros(())])[0]
-    dtype = torch.promote_types(first.dtype, torch.float32)
-    total: Tensor = torch.linalg.vector_norm(torch.tensor(norms or [0.0], dtype=torch.float64), norm_type)
-    return total.to(device=first.device, dtype=dtype)
+    # Of order 0 the norm counts tensors that are not 0, so they may not be put together by twos or threes.
+    parts = [[grad] for grad in dense] if norm_type == 0 else [dense] if dense else []
+    norms += [float(torch.nn.utils.get_total_norm(part, norm_type, foreach=foreach)) for part in parts]
+    total: Tensor = torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), norm_type)
+    return total.to((*dense, *sparse)[0].device, compute_dtype(*(grad.dtype for grad in (*dense, *sparse))))
 
 
 def _checked(grad: Tensor, backend: _backends.Backend) -> RowGradient:
@@ -127,8 +148,3 @@ def _checked(grad: Tensor, backend: _backends.Backend) -> RowGradient:
     if outside is not None:
         raise IndexError(outside_message(outside, gradient.row_count))
     return gradient
-
-
-def _distinct(tensors: list[Tensor]) -> list[Tensor]:
-    """Without those that share their memory: where two lookups are added up, both gradients hold the same values."""
-    return list({(tensor.data_ptr(), tensor.shape): tensor for tensor in tensors}.values())

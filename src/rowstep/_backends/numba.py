@@ -56,8 +56,8 @@ def has_nonfinite(gradient: RowGradient) -> bool:
 
 
 def norm(gradient: RowGradient, power: float) -> float:
-    """The ``power``-norm of the summed gradient, over the rows it names."""
-    if gradient.is_empty or power <= 0 or not admit_gradient(gradient):
+    """The ``power``-norm of the summed gradient, as if it were dense."""
+    if gradient.is_empty or not power > 0 or not admit_gradient(gradient):
         return reference.norm(gradient, power)
     values = _addressable(gradient.values)
     threads = _threads_for(values.numel() * values.element_size())
@@ -69,7 +69,8 @@ def norm(gradient: RowGradient, power: float) -> float:
         norms.norm_part(0, power, sums, *arguments, _LIKE[values.dtype], gradient.columns)
     else:
         launch(norms.norm_parallel, threads, power, sums, *arguments, _LIKE[values.dtype], gradient.columns)
-    return float(sums.max() if power == math.inf else sums.sum() ** (1 / power))
+    with np.errstate(over="ignore"):  # beyond float64 the norm is inf
+        return float(sums.max() if power == math.inf else sums.sum() ** (1 / power))
 
 
 def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule, outcome: Outcome) -> None:

@@ -165,9 +165,13 @@ class Adam:
         step, decoupled = state_dict["step"], state_dict["decoupled_weight_decay"]
         if type(step) is not int or not 1 <= step < 1 << 63:
             raise ValueError(f"the state's step is {step!r}; expected an integer from 1")
+        if type(decoupled) is not bool:
+            raise ValueError(f"the state's decoupled_weight_decay is {decoupled!r}; expected True or False")
         if decoupled != self.decoupled_weight_decay:
             owner = "AdamW" if decoupled else "Adam"
             raise ValueError(f"the state is of {owner}, this is {type(self).__name__}; expected {owner} to load it")
+        if not isinstance(state_dict["state"], Mapping):
+            raise ValueError(f"the state's moments are a {type(state_dict['state']).__name__}; expected them by name")
         loaded = Adam(**{key: state_dict[key] for key in _SETTINGS})
         loaded._step = step
         loaded._moments = {
@@ -192,13 +196,19 @@ class AdamW(Adam):
         super().__init__(lr, betas, eps, weight_decay)
 
 
-def _checked_moments(name: str, moments: Mapping[str, Any], *, copy: bool) -> Moments:
-    if set(moments) != set(Moments._fields):
-        raise ValueError(f"the state of {name!r} has {sorted(moments)}; expected {list(Moments._fields)}")
+def _checked_moments(name: str, moments: Any, *, copy: bool) -> Moments:
+    if not isinstance(moments, Mapping) or set(moments) != set(Moments._fields):
+        found = sorted(map(str, moments)) if isinstance(moments, Mapping) else f"a {type(moments).__name__}"
+        raise ValueError(f"the state of {name!r} has {found}; expected {list(Moments._fields)}")
     m, v = (np.array(moments[key], order="K") if copy else moments[key] for key in Moments._fields)
     if native(m.dtype) not in FLOATS or (m.shape, m.dtype) != (v.shape, v.dtype):
         raise ValueError(
             f"the state of {name!r} is {m.dtype} of shape {m.shape} and {v.dtype} of shape {v.shape}; expected two "
             "arrays of floats, alike"
         )
-    return Moments(*(array.astype(native(array.dtype), order="K", copy=False) for array in (m, v)))
+    m, v = (array.astype(native(array.dtype), order="K", copy=False) for array in (m, v))
+    # NaN and infinity are what a run that diverged leaves. But no sum of squares is below 0, and its root is taken.
+    least = np.fmin.reduce(v, axis=None, initial=0)
+    if least < 0:
+        raise ValueError(f"exp_avg_sq in the state of {name!r} holds {least}; expected no number below 0")
+    return Moments(m, v)

@@ -3,25 +3,22 @@
 Both hold the same: for each name the arrays ``<name>/exp_avg`` and ``<name>/exp_avg_sq``, and under ``rowstep.arrays``
 a text, the rest of the state as JSON. Nothing is pickled. A .npz carries checksums, a .safetensors file does not.
 
-A file is written beside its place, brought to the disk, and then renamed: at any moment there is the old file or the
-new one, whole.
+At any moment there is the old file or the new one, whole: see ``_replace``.
 """
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import json
 import os
-import secrets
-import zipfile
-from collections.abc import Callable, Iterator, Mapping
+import stat
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-import numpy as np
-
-from . import _safetensors
+from . import _npz, _safetensors
 from ._operands import FloatArray
+from ._replace import replacing
 
 _HEADER = "rowstep.arrays"
 _VERSION = 1
@@ -30,8 +27,10 @@ Arrays = dict[str, FloatArray]
 
 
 class _Format(NamedTuple):
-    write: Callable[[BinaryIO, str, Arrays], None]
-    read: Callable[[BinaryIO], tuple[str, Arrays]]
+    """How texts and arrays lie in a file. What is wrong with a file that is read may show as any exception."""
+
+    write: Callable[[BinaryIO, dict[str, str], Arrays], None]
+    read: Callable[[BinaryIO], tuple[dict[str, str], Arrays]]
 
 
 def save(path: str | os.PathLike[str], state_dict: Mapping[str, Any]) -> None:
@@ -40,23 +39,31 @@ def save(path: str | os.PathLike[str], state_dict: Mapping[str, Any]) -> None:
     rest = {key: value for key, value in state_dict.items() if key != "state"}
     header = json.dumps({"version": _VERSION, **rest})
     arrays = {f"{name}/{key}": array for name, moments in state_dict["state"].items() for key, array in moments.items()}
-    with _replacing(Path(os.path.realpath(path))) as file:
-        form.write(file, header, arrays)
+    place = Path(os.path.realpath(path))
+    _refuse_what_is_no_file(place, missing_allowed=True)
+    with replacing(place) as file:
+        form.write(file, {_HEADER: header}, arrays)
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read what ``save`` wrote."""
     form = _format_of(path)
+    _refuse_what_is_no_file(path)
     with open(path, "rb") as file:
         try:
-            header, arrays = form.read(file)
-            return _state_from(header, arrays)
-        except _DAMAGE as error:
+            return _state_from(*form.read(file))
+        except Exception as error:
+            # The disk's errors pass as they are, but for the one that stands for an impossible place in the file.
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:
+                raise
             reason = str(error) or type(error).__name__
             raise ValueError(f"{os.fspath(path)} cannot be read as a state of rowstep.arrays: {reason}") from error
 
 
-def _state_from(header: str, arrays: Arrays) -> dict[str, Any]:
+def _state_from(texts: dict[str, str], arrays: Arrays) -> dict[str, Any]:
+    if _HEADER not in texts:
+        raise ValueError(f"it holds no text {_HEADER!r}")
+    header = texts[_HEADER]
     rest = json.loads(header)
     if not isinstance(rest, dict) or rest.pop("version", None) != _VERSION:
         raise ValueError(f"its header is {header[:80]!r}; expected version {_VERSION}")
@@ -69,47 +76,28 @@ def _state_from(header: str, arrays: Arrays) -> dict[str, Any]:
     return {**rest, "state": state}
 
 
-def _write_npz(file: BinaryIO, header: str, arrays: Arrays) -> None:
-    with zipfile.ZipFile(file, "w") as archive:
-        for key, array in {_HEADER: np.array(header), **arrays}.items():
-            with archive.open(f"{key}.npy", "w", force_zip64=True) as member:
-                np.lib.format.write_array(member, array, allow_pickle=False)
-
-
-def _read_npz(file: BinaryIO) -> tuple[str, Arrays]:
-    arrays = {}
-    with zipfile.ZipFile(file) as archive:
-        for info in archive.infolist():
-            if info.compress_type != zipfile.ZIP_STORED:
-                raise ValueError(f"{info.filename} is compressed; expected it as it was saved")
-            with archive.open(info) as member:
-                array = np.lib.format.read_array(member, allow_pickle=False)
-                if member.read(1):  # at the end the checksum is compared
-                    raise ValueError(f"{info.filename} holds more than its array")
-                arrays[info.filename.removesuffix(".npy")] = array
-    if _HEADER not in arrays:
-        raise ValueError(f"it holds no {_HEADER!r}")
-    return str(arrays.pop(_HEADER)), arrays
-
-
-def _write_safetensors(file: BinaryIO, header: str, arrays: Arrays) -> None:
-    _safetensors.write(file, {_HEADER: header}, arrays)
-
-
-def _read_safetensors(file: BinaryIO) -> tuple[str, Arrays]:
-    metadata, arrays = _safetensors.read(file)
-    if _HEADER not in metadata:
-        raise ValueError(f"its metadata holds no {_HEADER!r}")
-    return metadata[_HEADER], arrays
-
-
 _FORMATS = {
-    ".npz": _Format(_write_npz, _read_npz),
-    ".safetensors": _Format(_write_safetensors, _read_safetensors),
+    ".npz": _Format(_npz.write, _npz.read),
+    ".safetensors": _Format(_safetensors.write, _safetensors.read),
 }
 
-# What reading a damaged or hostile file may raise. An OSError is the disk's and passes as it is.
-_DAMAGE = (ValueError, KeyError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile)
+
+def _refuse_what_is_no_file(path: str | os.PathLike[str], *, missing_allowed: bool = False) -> None:
+    """Reading a pipe would wait for ever, and writing would replace a folder or a device."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        if not missing_allowed:
+            raise
+    else:
+        if not stat.S_ISREG(mode):
+            raise ValueError(f"{os.fspath(path)} is a {_kind(mode)}; expected a regular file")
+
+
+def _kind(mode: int) -> str:
+    if stat.S_ISDIR(mode):
+        return "directory"
+    return "pipe" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
 
 
 def _format_of(path: str | os.PathLike[str]) -> _Format:
@@ -117,30 +105,3 @@ def _format_of(path: str | os.PathLike[str]) -> _Format:
     if suffix not in _FORMATS:
         raise ValueError(f"{os.fspath(path)} has the suffix {suffix!r}; expected {' or '.join(_FORMATS)}")
     return _FORMATS[suffix]
-
-
-@contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes the place of ``path`` once it is whole and on the disk."""
-    # Not a file of `tempfile`: those can be read by their owner only, and the rename would keep it so.
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(beside, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    _bring_to_disk(path.parent)
-
-
-def _bring_to_disk(folder: Path) -> None:
-    """Make the rename itself last; not every system can."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -44,7 +44,7 @@ def read(file: BinaryIO) -> tuple[dict[str, str], dict[str, FloatArray]]:
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(size - 8, _LONGEST_HEADER):
         raise ValueError(f"a file of {size} bytes cannot have a header of {length}")
-    header = json.loads(file.read(length))
+    header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
     if not isinstance(header, dict):
         raise ValueError(f"its header is a {type(header).__name__}; expected an object")
     metadata = header.pop(_METADATA, {})
@@ -59,6 +59,13 @@ def read(file: BinaryIO) -> tuple[dict[str, str], dict[str, FloatArray]]:
     if 8 + length + end != size:
         raise ValueError(f"it has {size} bytes; expected {8 + length + end}")
     return metadata, {key: place.read(file, 8 + length) for key, place in places.items()}
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError(f"its header names something twice among {[key for key, _ in pairs][:20]}")
+    return found
 
 
 class _Place:

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import math
+import numbers
+from collections.abc import Mapping, Set
 from typing import Any
 
+import numpy as np
 
-def _number(name: str, value: Any, expected: str) -> float:
+# What could be unpacked into two, but has no order, or no numbers in it.
+_NO_SEQUENCES = (Set, Mapping, bytes, bytearray)
+
+
+def _number(value: Any) -> float | None:
+    """A real number, be it Python's, NumPy's or an array without dimensions; None if it is none, as text or a bool."""
+    if not isinstance(value, numbers.Real):
+        try:
+            value = np.asarray(value)
+        except (TypeError, ValueError, RuntimeError):
+            return None
+        if value.ndim or value.dtype.kind not in "iuf":
+            return None
+    elif isinstance(value, bool):
+        return None
     try:
         return float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} is {value!r}; expected {expected}") from None
+    except OverflowError:
+        return math.inf
 
 
 class NonNegative:
@@ -27,7 +44,9 @@ class NonNegative:
         return self if instance is None else instance.__dict__[self._name]  # type: ignore[return-value]
 
     def __set__(self, instance: Any, value: float) -> None:
-        number = _number(self._name, value, self._expected)
+        number = _number(value)
+        if number is None:
+            raise TypeError(f"{self._name} is {value!r}; expected {self._expected}")
         if not (math.isfinite(number) and (number > 0 or (self._zero_allowed and number == 0))):
             raise ValueError(f"{self._name} is {value!r}; expected {self._expected}")
         instance.__dict__[self._name] = number
@@ -46,10 +65,11 @@ class Betas:
 
     def __set__(self, instance: Any, value: tuple[float, float]) -> None:
         try:
-            first, second = value
+            first, second = (_number(beta) for beta in value)
         except (TypeError, ValueError):
-            raise TypeError(f"{self._name} is {value!r}; expected {self._EXPECTED}") from None
-        betas = _number(self._name, first, self._EXPECTED), _number(self._name, second, self._EXPECTED)
-        if not all(0 <= beta < 1 for beta in betas):
+            first = second = None
+        if first is None or second is None or isinstance(value, _NO_SEQUENCES):
+            raise TypeError(f"{self._name} is {value!r}; expected {self._EXPECTED}")
+        if not all(0 <= beta < 1 for beta in (first, second)):
             raise ValueError(f"{self._name} is {value!r}; expected {self._EXPECTED}")
-        instance.__dict__[self._name] = betas
+        instance.__dict__[self._name] = first, second

@@ -32,11 +32,14 @@ def has_nonfinite(gradient: RowGradient) -> bool:
 
 
 def norm(gradient: RowGradient, power: float) -> float:
-    """The ``power``-norm of the summed gradient, over the rows it names."""
+    """The ``power``-norm of the summed gradient, as if it were dense: 0 stands where it names no row."""
     rows, summed = _sum_duplicates(gradient, compute_dtype(gradient.values.dtype))
-    if power < 0 and len(rows) < gradient.row_count:
-        return 0.0  # the least of the numbers is one of the zeros that the gradient does not name
-    return float(torch.linalg.vector_norm(summed.double(), power)) if summed.numel() else 0.0
+    numbers = summed.double().flatten()
+    if len(rows) < gradient.row_count and gradient.columns:
+        numbers = torch.cat([numbers, numbers.new_zeros(1)])  # one is enough: to powers below 0 it is the whole norm
+    if power == math.inf and not numbers.numel():
+        return 0.0
+    return float(torch.linalg.vector_norm(numbers, power))
 
 
 def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule, outcome: Outcome) -> None:
