@@ -90,7 +90,7 @@ def _fits(tensor: Tensor, shape: torch.Size) -> bool:
         and tensor.is_contiguous()
         and tensor.shape == shape
         and tensor.dtype in _FLOATS
-        and _has_memory(tensor)
+        and (tensor.untyped_storage().nbytes() == tensor.nbytes or _has_memory(tensor))
     )
 
 
@@ -103,8 +103,11 @@ def _refuse_lost_memory(name: str, tensor: Tensor) -> None:
 
 def _has_memory(tensor: Tensor) -> bool:
     """Whether the storage reaches as far as the tensor says it does."""
+    size = tensor.untyped_storage().nbytes()
+    if size == tensor.nbytes and tensor.storage_offset() == 0 and tensor.is_contiguous():  # by far the most frequent
+        return True
     elements = tensor.numel() if tensor.is_contiguous() else _span(tensor)
-    return tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + elements) * tensor.element_size()
+    return size >= (tensor.storage_offset() + elements) * tensor.element_size()
 
 
 def _span(tensor: Tensor) -> int:
