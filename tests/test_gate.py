@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from deferred_cases import embedding
 from gradients import Snapshot, rows_of, sparse, step_with, table
 from rowstep import DeferredAdam, SparseAdam, clip_grad_norm_
-from rowstep._backends import Outcome, chosen
+from rowstep._backends import Outcome, admit, chosen
 from rowstep._gradient import RowGradient, row_gradient
 from rowstep._rule import Rule
 from rowstep._schedule import Schedule
@@ -52,7 +52,7 @@ class Operands:
 
 ENTRIES: dict[str, tuple[Callable[[Operands], object], tuple[str, ...]]] = {
     "update": (
-        lambda o: chosen().update(o.param, o.state, o.gradient(), RULE, Outcome()),
+        lambda o: chosen().update(admit(o.param, o.state, o.gradient(), amsgrad=True, counted=True), RULE, Outcome()),
         ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "row_step", "rows", "values"),
     ),
     "catch_up": (

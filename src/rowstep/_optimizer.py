@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -17,24 +18,26 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
 from . import _backends, _dense, _rows, _shard
-from ._backends import Backend, Outcome
-from ._backends.gate import admit_gradient
+from ._backends import Backend, Operands, Outcome, admit
 from ._gradient import RowGradient, outside_message, row_gradient
 from ._loading import check_states, check_structure
 from ._options import check_group, check_layouts, check_learning_rate, parameter_name
 from ._rows import Init
-from ._state import FLOATS, State, allocate, ensure_moments, misfit
+from ._state import FLOATS, State, allocate, ensure_moments, miscount, misfit
 
 Group = dict[str, Any]
 
 
-class Rows(NamedTuple):
+@dataclass(slots=True)
+class Rows:
     """A parameter whose gradient is taken row by row."""
 
     param: Tensor
     gradient: RowGradient
     as_dense: bool = False
     """The gradient came dense and names every row: eps goes where torch.optim.Adam has it."""
+    operands: Operands | None = None
+    """None as long as the parameter has no state, or not all of it."""
 
 
 class Work(NamedTuple):
@@ -148,16 +151,18 @@ class RowOptimizer(Optimizer):
                 continue
             try:
                 state = self.state.get(param, {})
-                _check_fit(param, grad, state)
+                _check_fit(param, grad)
+                if not grad.is_sparse and (reason := misfit(state, param)):
+                    raise ValueError(reason)
                 item = self._as_rows(param, grad, state, group)
                 if item is None:
                     work.dense.append((param, grad))
                 else:
-                    admit_gradient(item.gradient)
                     outside = backend.first_outside(item.gradient.rows, item.gradient.row_count)
                     if outside is not None:
                         raise IndexError(outside_message(outside, item.gradient.row_count))
                     work.rows.append(item)
+                    item.operands = _admitted(item, state, group)
                 self._check_gradient(param, grad, item, group, backend)
             except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as flaw:
                 raise type(flaw)(f"{parameter_name(group, group_index, index)}: {flaw}") from flaw
@@ -303,7 +308,19 @@ class RowOptimizer(Optimizer):
         super().__setstate__(state)
 
 
-def _check_fit(param: Tensor, grad: Tensor, state: State) -> None:
+def _admitted(item: Rows, state: State, group: Group) -> Operands | None:
+    """The operands of an update, if all of the state is there; raise if what is there does not fit."""
+    amsgrad, counted = group["amsgrad"], group.get("bias_correction") == "row"
+    if "exp_avg" not in state or (amsgrad and "max_exp_avg_sq" not in state) or (counted and "row_step" not in state):
+        if reason := misfit(state, item.param):
+            raise ValueError(reason)
+        return None
+    if reason := miscount(state.get("step")):
+        raise ValueError(reason)
+    return admit(item.param, state, item.gradient, amsgrad=amsgrad, counted=counted)
+
+
+def _check_fit(param: Tensor, grad: Tensor) -> None:
     if param.dtype not in FLOATS:
         raise TypeError(f"the parameter has dtype {param.dtype}; expected a floating-point type of 16, 32 or 64 bits")
     if grad.layout not in (torch.sparse_coo, torch.strided):
@@ -314,5 +331,3 @@ def _check_fit(param: Tensor, grad: Tensor, state: State) -> None:
         raise TypeError(f"the gradient has dtype {grad.dtype}; expected a floating-point type of 16, 32 or 64 bits")
     if grad.device != param.device:
         raise ValueError(f"the gradient is on {grad.device}; expected the parameter's device, {param.device}")
-    if state and (reason := misfit(state, param)):
-        raise ValueError(reason)

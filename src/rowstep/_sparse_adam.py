@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT, StateDict
 
 from . import _dense
-from ._backends import Backend, Outcome
-from ._gradient import RowGradient, all_rows, nonzero_rows
+from ._backends import Backend, Outcome, admit
+from ._gradient import all_rows, nonzero_rows
 from ._loading import row_counts
 from ._optimizer import Group, RowOptimizer, Rows, Work
 from ._options import CHOICES
@@ -103,20 +103,20 @@ class SparseAdam(RowOptimizer):
         return None
 
     def _check_gradient(self, param: Tensor, grad: Tensor, item: Rows | None, group: Group, backend: Backend) -> None:
-        if item is not None and group["bias_correction"] == "row":
-            _check_row_counts(item.gradient, self.state.get(param, {}))
         if group["nonfinite"] == "raise" and (
             backend.has_nonfinite(item.gradient) if item is not None else not bool(grad.isfinite().all())
         ):
             raise FloatingPointError("the gradient has a row that is not finite, and nonfinite='raise' was asked for")
 
     def _step_rows(self, item: Rows, group: Group, backend: Backend) -> None:
-        param, gradient, as_dense = item
-        state = self.state[param]
-        ensure_moments(state, param, amsgrad=group["amsgrad"])
+        gradient, state = item.gradient, self.state[item.param]
         per_row = group["bias_correction"] == "row" and not gradient.is_empty
-        if per_row:
-            ensure_row_steps(state, gradient.lead)
+        if item.operands is None:
+            ensure_moments(state, item.param, amsgrad=group["amsgrad"])
+            if per_row:
+                ensure_row_steps(state, gradient.lead)
+            item.operands = admit(item.param, state, gradient, amsgrad=group["amsgrad"], counted=per_row)
+        operands = item.operands
         step, skips, skipped_before = int(state["step"]) + 1, group["nonfinite"] == "skip", self.skipped_rows
 
         def update(outcome: Outcome) -> None:
@@ -130,10 +130,10 @@ class SparseAdam(RowOptimizer):
                 decoupled_weight_decay=group["decoupled_weight_decay"],
                 amsgrad=group["amsgrad"],
                 per_row=per_row,
-                corrected_eps=as_dense,
+                corrected_eps=item.as_dense,
                 skip_nonfinite=skips,
             )
-            backend.update(param, state, gradient, rule, outcome)
+            backend.update(operands, rule, outcome)
 
         def count(outcome: Outcome) -> None:
             skipped = outcome.skipped if skips else 0
@@ -177,12 +177,3 @@ class SparseAdam(RowOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"skipped_rows": self.skipped_rows}
-
-
-def _check_row_counts(gradient: RowGradient, state: State) -> None:
-    counts = state.get("row_step")
-    if counts is not None and tuple(counts.shape) != gradient.lead:
-        raise ValueError(
-            f"the gradient's rows run over dimensions {gradient.lead}, but bias_correction='row' has counted rows "
-            f"over {tuple(counts.shape)}; expected gradients of one sparse_dim"
-        )

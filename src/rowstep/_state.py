@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import mmap
 from typing import Any
 
@@ -116,15 +115,14 @@ def described(value: object) -> str:
 
 def miscount(step: object) -> str | None:
     """Why this is no count of steps, or None. What lies on another device is not waited for."""
-    if type(step) is int and 0 <= step < _LARGEST_COUNT:  # by far the most frequent
-        return None
+    count = step
     if isinstance(step, Tensor) and step.numel() == 1:
         if not step.is_cpu:
             return None
-        step = step.item()
-    if isinstance(step, (int, float)) and math.isfinite(step) and 0 <= step < _LARGEST_COUNT and step == int(step):
+        count = step.item()
+    if isinstance(count, (int, float)) and 0 <= count < _LARGEST_COUNT and count % 1 == 0:
         return None
-    return f"its state 'step' is {step}; expected a count of steps, a whole number from 0 to 2^53"
+    return f"its state 'step' is {count}; expected a count of steps, a whole number from 0 to 2^53"
 
 
 def set_count(state: State, count: int) -> None:

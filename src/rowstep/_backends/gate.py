@@ -3,14 +3,16 @@
 A kernel takes tensors by address and believes what it is told of them: a tensor that is smaller, or of another type,
 than it believes is a corrupted heap. Programs do change tensors behind an optimizer's back. ``weight.data`` is replaced
 by a larger table, a storage is resized, a state is edited by hand or loaded from an old file. So whatever a kernel
-reads or writes by address passes here right before, at every call and for both backends: a table and its state in
-``admit_table``, a gradient in ``admit_gradient``, row numbers in ``admit_rows``, notes per row in ``admit_notes``.
+reads or writes by address passes here first, in every step and before every catch-up, for both backends. An update
+takes ``Operands``, which only ``admit`` makes; other entries ask for a table, a gradient, row numbers or notes per row.
 
 What does not belong together raises. What does, but lies elsewhere (another device, strides of its own), is for the
 reference to take.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +23,27 @@ from .._state import FLOATS, State, described
 _FLOATS = frozenset(FLOATS)
 
 
-def admit_table(param: Tensor, state: State, lead: tuple[int, ...], *, amsgrad: bool, counted: bool) -> bool:
-    """Raise unless this is a table with rows over ``lead`` and its state; tell whether kernels can address all of it.
+class Operands(NamedTuple):
+    """What has passed the gate: a table, its state and a gradient that belong together. Only ``admit`` makes them."""
+
+    param: Tensor
+    state: State
+    gradient: RowGradient
+    are_addressable: bool
+
+
+def admit(param: Tensor, state: State, gradient: RowGradient, *, amsgrad: bool, counted: bool) -> Operands:
+    """Raise unless these can be the operands of an update; say whether kernels can address them.
 
     ``amsgrad`` and ``counted`` say whether the state must have a maximum and counts per row.
     """
+    can_address_gradient = admit_gradient(gradient)
+    can_address_table = admit_table(param, state, gradient.lead, amsgrad=amsgrad, counted=counted)
+    return Operands(param, state, gradient, can_address_gradient and can_address_table)
+
+
+def admit_table(param: Tensor, state: State, lead: tuple[int, ...], *, amsgrad: bool, counted: bool) -> bool:
+    """Raise unless this is a table with rows over ``lead`` and its state; tell whether kernels can address it all."""
     shape = param.shape
     if shape[: len(lead)] != lead:
         raise ValueError(
@@ -34,10 +52,10 @@ def admit_table(param: Tensor, state: State, lead: tuple[int, ...], *, amsgrad: 
         )
     try:
         m, v = state["exp_avg"], state["exp_avg_sq"]
-        fits = _fits(param, shape) and _fits(m, shape) and _fits(v, shape) and v.dtype == m.dtype
+        fits = _fits(param, shape) and _fits(m, shape) and _fits(v, shape) and v.dtype is m.dtype
         if amsgrad:
             u = state["max_exp_avg_sq"]
-            fits = fits and _fits(u, shape) and u.dtype == m.dtype
+            fits = fits and _fits(u, shape) and u.dtype is m.dtype
         if counted:
             counts = state["row_step"]
             fits = fits and counts.is_cpu and counts.is_contiguous() and counts.shape == lead
@@ -90,7 +108,7 @@ def _fits(tensor: Tensor, shape: torch.Size) -> bool:
         and tensor.is_contiguous()
         and tensor.shape == shape
         and tensor.dtype in _FLOATS
-        and (tensor.untyped_storage().nbytes() == tensor.nbytes or _has_memory(tensor))
+        and _has_memory(tensor)
     )
 
 
@@ -104,7 +122,7 @@ def _refuse_lost_memory(name: str, tensor: Tensor) -> None:
 def _has_memory(tensor: Tensor) -> bool:
     """Whether the storage reaches as far as the tensor says it does."""
     size = tensor.untyped_storage().nbytes()
-    if size == tensor.nbytes and tensor.storage_offset() == 0 and tensor.is_contiguous():  # by far the most frequent
+    if size == tensor.nbytes and tensor.storage_offset() == 0:  # by far the most frequent, and then it has no gaps
         return True
     elements = tensor.numel() if tensor.is_contiguous() else _span(tensor)
     return size >= (tensor.storage_offset() + elements) * tensor.element_size()
@@ -127,9 +145,12 @@ def _explain(param: Tensor, state: State, lead: tuple[int, ...], *, amsgrad: boo
             raise ValueError(f"its state {name!r} is {described(tensor)}, the parameter is {described(param)}")
     if counted:
         counts = tensors["row_step"] = state["row_step"]
-        if counts.shape != lead or counts.dtype != torch.int64 or counts.device != param.device:
+        if counts.dtype != torch.int64 or counts.device != param.device:
+            raise ValueError(f"its state 'row_step' is {described(counts)}; expected int64 counts on {param.device}")
+        if counts.shape != lead:
             raise ValueError(
-                f"its state 'row_step' is {described(counts)}; expected int64 counts over {lead} on {param.device}"
+                f"the gradient's rows run over dimensions {lead}, but bias_correction='row' has counted rows over "
+                f"{tuple(counts.shape)}; expected gradients of one sparse_dim"
             )
     for name, tensor in {"the parameter": param, **tensors}.items():
         _refuse_lost_memory(name, tensor)

@@ -25,7 +25,7 @@ from .._rule import Rule
 from .._schedule import Schedule
 from .._state import State, compute_dtype
 from . import reference
-from .gate import admit_gradient, admit_notes, admit_rows, admit_table
+from .gate import Operands, admit_gradient, admit_notes, admit_rows, admit_table
 from .outcome import Outcome
 
 # An empty array of a type tells the kernels how to read an address. For 16-bit floats see _kernels/bits.py.
@@ -73,12 +73,11 @@ def norm(gradient: RowGradient, power: float) -> float:
         return float(sums.max() if power == math.inf else sums.sum() ** (1 / power))
 
 
-def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule, outcome: Outcome) -> None:
-    """Step the rows of ``param`` that ``gradient`` names, in place."""
-    if not admit_table(param, state, gradient.lead, amsgrad=rule.amsgrad, counted=rule.per_row) or not admit_gradient(
-        gradient
-    ):
-        reference.update(param, state, gradient, rule, outcome)
+def update(operands: Operands, rule: Rule, outcome: Outcome) -> None:
+    """Step the rows that the gradient names, in place."""
+    param, state, gradient, are_addressable = operands
+    if not are_addressable:
+        reference.update(operands, rule, outcome)
         return
     m, v = state["exp_avg"], state["exp_avg_sq"]
     u = state["max_exp_avg_sq"] if rule.amsgrad else None

@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT, StateDict
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _backends
-from .._backends import Backend, Outcome, reference
+from .._backends import Backend, Outcome, admit, reference
 from .._gradient import by_first_dimension, outside_message, rows_of_first_dimension
 from .._optimizer import Group, RowOptimizer, Rows, Work
 from .._rule import row_rule
@@ -193,11 +193,12 @@ class DeferredAdam(RowOptimizer):
             )
 
     def _step_rows(self, item: Rows, group: Group, backend: Backend) -> None:
-        param, gradient, _ = item
+        param, gradient = item.param, item.gradient
         table = self._table_of(param, backend) or self._make_table(param, gradient.lead)
         if self.allow_stale:
             table.catch_up(gradient.rows, backend)
-        state, step = self.state[param], table.step + 1
+        step = table.step + 1
+        operands = item.operands or admit(param, table.state, gradient, amsgrad=group["amsgrad"], counted=False)
 
         def update(outcome: Outcome) -> None:
             rule = row_rule(
@@ -213,7 +214,7 @@ class DeferredAdam(RowOptimizer):
                 corrected_eps=True,
                 skip_nonfinite=False,
             )
-            backend.update(param, state, gradient, rule, outcome)
+            backend.update(operands, rule, outcome)
 
         def count(outcome: Outcome) -> None:
             self._count(table, step, gradient.rows, group, backend)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..._gradient import RowGradient
 from ..._rule import Rule
-from ..._state import State, compute_dtype
-from ..gate import admit_gradient, admit_rows, admit_table
+from ..._state import compute_dtype
+from ..gate import Operands, admit_gradient, admit_rows
 from ..outcome import Outcome
 
 
@@ -42,9 +42,9 @@ def norm(gradient: RowGradient, power: float) -> float:
     return float(torch.linalg.vector_norm(numbers, power))
 
 
-def update(param: Tensor, state: State, gradient: RowGradient, rule: Rule, outcome: Outcome) -> None:
-    """Step the rows of ``param`` that ``gradient`` names, in place."""
-    admit_table(param, state, gradient.lead, amsgrad=rule.amsgrad, counted=rule.per_row)
+def update(operands: Operands, rule: Rule, outcome: Outcome) -> None:
+    """Step the rows that the gradient names, in place."""
+    param, state, gradient, _ = operands
     dtype = compute_dtype(param.dtype, state["exp_avg"].dtype, gradient.values.dtype)
     rows, g = _sum_duplicates(gradient, dtype)
     skipped = 0
