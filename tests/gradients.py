@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
+BITS[torch.int64] = torch.int64  # counts
 
 
 def table(*shape: int, dtype: torch.dtype = torch.float32) -> Parameter:

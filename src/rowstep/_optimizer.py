@@ -17,6 +17,7 @@ from torch.optim.optimizer import ParamsT, StateDict
 from . import _backends, _dense, _rows, _shard
 from ._backends import Backend
 from ._gradient import RowGradient, outside_message, row_gradient
+from ._loading import check_slots, tidied
 from ._options import check_group, check_layouts, check_learning_rate, parameter_name
 from ._rows import Init
 from ._state import State, allocate, ensure_moments, misfit
@@ -198,11 +199,12 @@ class RowOptimizer(Optimizer):
         own_groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
 
         def check(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-            given.update(_shard.for_each_param(state_dict, self._all_params(), _shard.as_local_state))
+            given.update(_shard.for_each_param(state_dict, self._all_params(), _local_state))
             for index, (own, new) in enumerate(zip(own_groups, given["param_groups"], strict=False)):
                 where = f" in group {index} of the loaded state"
                 check_learning_rate((own | new)["lr"], zero_allowed=True, where=where)
                 self._check_group(own | new, where)
+                check_slots(own, new, [given["state"].get(number, {}) for number in new["params"]], where)
             return given
 
         def complete(optimizer: Optimizer) -> None:
@@ -226,6 +228,10 @@ class RowOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_is_complete": True}
+
+
+def _local_state(state: State, param: Tensor) -> State:
+    return _shard.as_local_state(tidied(state), param)
 
 
 def _check_fit(param: Tensor, grad: Tensor, state: State) -> None:

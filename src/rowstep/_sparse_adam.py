@@ -14,9 +14,9 @@ from ._backends import Backend
 from ._gradient import RowGradient, all_rows, nonzero_rows
 from ._optimizer import Group, RowOptimizer, Rows, Work
 from ._options import CHOICES
+from ._row_steps import RowSteps, ensure_slot
 from ._rule import row_rule
-from ._shard import shard_of
-from ._state import State, ensure_moments, ensure_row_steps
+from ._state import State, ensure_moments
 
 
 class SparseAdam(RowOptimizer):
@@ -82,6 +82,7 @@ class SparseAdam(RowOptimizer):
         }
         super().__init__(params, defaults)
         self.skipped_rows = 0
+        self._row_steps = RowSteps()
 
     def _collect(self, group_index: int, group: Group, backend: Backend) -> Work:
         for name in ("bias_correction", "nonfinite"):  # a group can be edited after it was checked
@@ -94,7 +95,7 @@ class SparseAdam(RowOptimizer):
             return super()._as_rows(param, grad, state, group)
         if group["force_sparse"]:
             return Rows(param, nonzero_rows(grad))
-        if group["bias_correction"] == "row" and "row_step" in state:
+        if group["bias_correction"] == "row" and self._row_steps.are_counted(param, state):
             return Rows(param, all_rows(grad, tuple(state["row_step"].shape)), as_dense=True)
         moment = state.get("exp_avg", param)
         if grad.dtype != param.dtype or moment.dtype != param.dtype:  # torch's Adam wants one dtype for all
@@ -103,7 +104,9 @@ class SparseAdam(RowOptimizer):
 
     def _check_gradient(self, param: Tensor, grad: Tensor, item: Rows | None, group: Group, backend: Backend) -> None:
         if item is not None and group["bias_correction"] == "row":
-            _check_row_counts(item.gradient, self.state.get(param, {}))
+            state = self.state.get(param, {})
+            if self._row_steps.are_counted(param, state):
+                _check_row_counts(item.gradient, state["row_step"])
         if group["nonfinite"] == "raise" and (
             backend.has_nonfinite(item.gradient) if item is not None else not bool(grad.isfinite().all())
         ):
@@ -113,9 +116,12 @@ class SparseAdam(RowOptimizer):
         param, gradient, as_dense = item
         state = self.state[param]
         ensure_moments(state, param, amsgrad=group["amsgrad"])
-        per_row = group["bias_correction"] == "row" and not gradient.is_empty
+        per_row = group["bias_correction"] == "row"
         if per_row:
-            ensure_row_steps(state, gradient.lead)
+            if gradient.is_empty:
+                ensure_slot(state, param)
+            else:
+                self._row_steps.begin(param, state, gradient.lead)
         step = state["step"] = int(state["step"]) + 1
         if gradient.is_empty:
             return
@@ -135,6 +141,9 @@ class SparseAdam(RowOptimizer):
         self.skipped_rows += backend.update(param, state, gradient, rule)
 
     def _step_dense(self, items: list[tuple[Tensor, Tensor]], group: Group, backend: Backend) -> None:
+        if group["bias_correction"] == "row":
+            for param, _ in items:
+                ensure_slot(self.state[param], param)
         untouched = []
         if group["nonfinite"] == "skip":
             for param, grad in items:
@@ -152,10 +161,8 @@ class SparseAdam(RowOptimizer):
         for group in self.param_groups:
             if group["bias_correction"] == "row":
                 for param in group["params"]:
-                    if (
-                        param.requires_grad and shard_of(param) is not None
-                    ):  # of others it is not known whether they have row gradients
-                        ensure_row_steps(self.state[param], tuple(param.shape[:1]))
+                    if param.requires_grad:
+                        ensure_slot(self.state[param], param)
 
     def _loaded(self, given: StateDict) -> None:
         # torch casts every loaded state but `step` to the parameter's dtype, and bfloat16 cannot count.
@@ -167,12 +174,11 @@ class SparseAdam(RowOptimizer):
                 self.state[param]["row_step"] = counts.to(device=param.device, copy=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"skipped_rows": self.skipped_rows}
+        return super().__getstate__() | {"skipped_rows": self.skipped_rows, "_row_steps": RowSteps()}
 
 
-def _check_row_counts(gradient: RowGradient, state: State) -> None:
-    counts = state.get("row_step")
-    if counts is not None and tuple(counts.shape) != gradient.lead:
+def _check_row_counts(gradient: RowGradient, counts: Tensor) -> None:
+    if tuple(counts.shape) != gradient.lead:
         raise ValueError(
             f"the gradient's rows run over dimensions {gradient.lead}, but bias_correction='row' has counted rows "
             f"over {tuple(counts.shape)}; expected gradients of one sparse_dim"
