@@ -21,10 +21,11 @@ _SLOT_OF_OPTION = (("bias_correction", "row", "row_step"), ("amsgrad", True, "ma
 
 def check_slots(own: Mapping[str, Any], loaded: Mapping[str, Any], states: Sequence[State], where: str) -> None:
     """Raise if a group with the options ``own`` is to become ``loaded``, and what that needs has got lost."""
-    has_history = [state for state in states if "exp_avg" in state and state.get("step") != 0]
     for option, value, slot in _SLOT_OF_OPTION:
-        turned_on = option in own and own[option] != value and loaded.get(option) == value
-        if turned_on and has_history and not any(slot in state for state in has_history):
+        if option not in own or own[option] == value or loaded.get(option) != value:
+            continue
+        has_history = [state for state in states if "exp_avg" in state and state.get("step") != 0]
+        if has_history and not any(slot in state for state in has_history):
             raise ValueError(
                 f"no state has {slot!r}, though {option}={value!r} was saved{where}; expected it with the moments: "
                 "a checkpoint is read only into state that exists, so "

@@ -118,11 +118,14 @@ class _Planner(DefaultLoadPlanner):
             self._match_slots(_place(key), metadata)
 
     def _unsaid_options(self, metadata: Metadata) -> list[str]:
-        """Options that the checkpoint's groups do not have, as torch's own do not have ours: those stay as they are."""
+        """Options that a group in the checkpoint lacks, as torch's own lack ours: those stay as they are."""
+        written = metadata.state_dict_metadata
+        groups = {_place(key) for key in written}
         return [
             key
             for key, path in self.mappings.items()
-            if key not in metadata.state_dict_metadata
+            if key not in written
+            and _place(key) in groups
             and any(part == "param_groups" or str(part).startswith("param_groups.") for part in path)
         ]
 
