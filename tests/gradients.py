@@ -12,7 +12,6 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
-BITS[torch.int64] = torch.int64  # counts
 
 
 def table(*shape: int, dtype: torch.dtype = torch.float32) -> Parameter:
@@ -65,7 +64,7 @@ def step_with(optimizer: Optimizer, param: Tensor, grad: Tensor | None) -> None:
 
 def bits(tensor: Tensor) -> Tensor:
     """The tensor's memory as integers, so that NaN is equal to itself and 0 is not -0."""
-    return tensor.detach().contiguous().view(BITS[tensor.dtype])
+    return tensor.detach().contiguous().view(BITS.get(tensor.dtype, tensor.dtype))
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
