@@ -5,7 +5,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 INTEGRATION := .venv-integration
 
-.PHONY: demo test check stress integration format bench clean clean-cache
+# Other CPUs, as far as this one can stand for them: torch's kernels without vector instructions and with AVX2 only,
+# ours without fused multiply-add and without conversions of float16; and more threads than most machines have cores.
+CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 NUMBA_CPU_NAME=generic ROWSTEP_TEST_THREADS=4
+ARITHMETIC := $(addprefix tests/test_,$(addsuffix .py,same_as_torch options dtypes backends nonfinite clip arrays \
+	deferred_options deferred_dtypes deferred_backends row_steps))
+
+.PHONY: demo test check cpus old-cpu stress integration format bench clean clean-cache
 
 demo: $(READY)
 	$(BIN)/rowstep demo
@@ -18,6 +24,18 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(MAKE) test
+
+# Every test with each setting; all are tried, and those that failed are named at the end.
+cpus: $(READY)
+	@failed=; for setting in $(CPUS); do \
+		echo "== $$setting"; \
+		env $$setting $(BIN)/pytest -n 2 --dist worksteal || failed="$$failed $$setting"; \
+	done; test -z "$$failed" || { echo "failed with:$$failed"; exit 1; }
+
+# What CI has time for: the tests of the arithmetic, with all of these settings at once.
+old-cpu: $(READY)
+	ATEN_CPU_CAPABILITY=default NUMBA_CPU_NAME=generic ROWSTEP_TEST_THREADS=4 \
+		$(BIN)/pytest -n 2 --dist worksteal $(ARITHMETIC)
 
 # What takes too long for CI: the full matrices and the run of 1.2 million steps.
 stress: $(READY)

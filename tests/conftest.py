@@ -19,10 +19,13 @@ def _kernel_cache() -> Path:
     """A directory of compiled kernels that all runs share, until a kernel changes.
 
     Numba looks at the file of the function it compiled and not at those of the functions it calls, so the name holds
-    a hash of all of them.
+    a hash of all of them. It holds the CPU that a run compiles for as well: Numba keeps code for several apart, but two
+    runs that write to one cache at the same time can each give their file the same name.
     """
     kernels = Path(__file__).parent.parent / "src" / "rowstep" / "_kernels"
     digest = hashlib.sha256(str(Path.home()).encode())
+    for setting in ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"):
+        digest.update(os.environ.get(setting, "").encode())
     for source in sorted(kernels.glob("*.py")):
         digest.update(source.read_bytes())
     return Path(tempfile.gettempdir()) / f"rowstep-kernels-{digest.hexdigest()[:16]}"
@@ -30,6 +33,9 @@ def _kernel_cache() -> Path:
 
 # Numba reads it once, when it is imported, and only the first step on the numba backend does that.
 os.environ["NUMBA_CACHE_DIR"] = str(_kernel_cache())
+
+THREADS = int(os.environ.get("ROWSTEP_TEST_THREADS", "1"))
+"""How many threads torch is told to use in a test that does not say it itself. ``make cpus`` tries four."""
 
 settings.register_profile("rowstep", deadline=None, derandomize=True, max_examples=50, database=None)
 settings.load_profile("rowstep")
@@ -44,10 +50,10 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture(autouse=True)
-def one_thread_and_one_seed() -> Iterator[None]:
-    """A test that wants more threads says so, and random numbers are the same in any order of tests."""
+def same_threads_and_one_seed() -> Iterator[None]:
+    """A test that wants other threads says so, and random numbers are the same in any order of tests."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)

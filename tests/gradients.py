@@ -64,7 +64,7 @@ def step_with(optimizer: Optimizer, param: Tensor, grad: Tensor | None) -> None:
 
 def bits(tensor: Tensor) -> Tensor:
     """The tensor's memory as integers, so that NaN is equal to itself and 0 is not -0."""
-    return tensor.detach().contiguous().view(BITS[tensor.dtype])
+    return tensor.detach().contiguous().view(BITS.get(tensor.dtype, tensor.dtype))
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:

@@ -16,6 +16,8 @@ from rowstep.cli._bench.ranks import Ranks
 from rowstep.distributed import ShardedEmbedding, ShardedEmbeddingBag, allreduce_hook, ddp
 
 WIDTH = 3
+# In float32, sums in another order differ enough to turn the sign of a small gradient, and with it the step of Adam.
+DTYPE = torch.float64
 
 
 def ids_of(rank: int, step: int, rows: int) -> Tensor:
@@ -32,8 +34,8 @@ class Added(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.users = nn.Embedding(11, WIDTH, sparse=True, dtype=torch.float64)
-        self.items = nn.Embedding(11, WIDTH, sparse=True, dtype=torch.float64)
+        self.users = nn.Embedding(11, WIDTH, sparse=True, dtype=DTYPE)
+        self.items = nn.Embedding(11, WIDTH, sparse=True, dtype=DTYPE)
 
     def forward(self, ids: Tensor) -> Tensor:
         loss: Tensor = (self.users(ids) + self.items(ids.flip(0))).sin().sum()
@@ -82,16 +84,16 @@ class Model(nn.Module):
     def __init__(self, sharded: bool) -> None:
         super().__init__()
         torch.manual_seed(1)
-        large = nn.Embedding(53, WIDTH, padding_idx=2, sparse=True)
-        bags = nn.EmbeddingBag(7, WIDTH, mode="sum", sparse=True)
-        self.first = nn.Embedding(11, WIDTH, sparse=True)
+        large = nn.Embedding(53, WIDTH, padding_idx=2, sparse=True, dtype=DTYPE)
+        bags = nn.EmbeddingBag(7, WIDTH, mode="sum", sparse=True, dtype=DTYPE)
+        self.first = nn.Embedding(11, WIDTH, sparse=True, dtype=DTYPE)
         self.large: nn.Module = ShardedEmbedding.from_embedding(large) if sharded else large
         self.bags: nn.Module = ShardedEmbeddingBag.from_embedding(bags) if sharded else bags
-        self.last = nn.EmbeddingBag(11, WIDTH, mode="mean", sparse=True)
-        self.dense = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+        self.last = nn.EmbeddingBag(11, WIDTH, mode="mean", sparse=True, dtype=DTYPE)
+        self.dense = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).to(DTYPE)
 
     def forward(self, ids: Tensor, used: tuple[bool, bool] = (True, True)) -> Tensor:
-        read = self.first(ids % 11).sum(1) if used[0] else torch.zeros(len(ids), WIDTH)
+        read = self.first(ids % 11).sum(1) if used[0] else torch.zeros(len(ids), WIDTH, dtype=DTYPE)
         read = read + self.large(ids).sum(1) + self.bags(ids % 7)
         if used[1]:
             read = read + self.last(ids % 11)
@@ -158,7 +160,7 @@ def test_training_ends_where_one_process_ends(
     for weights in ranks.run(ranks_count, train_with_ddp, ranks_count, optimizer_name, options):
         assert weights.keys() == expected.keys()
         for name, weight in weights.items():
-            torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6)
+            torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-12)
 
 
 def gradients_by_name(model: Any) -> dict[str, Tensor]:
@@ -181,7 +183,7 @@ def accumulate(rank: int) -> dict[str, Tensor]:
 
 
 def rows_by_id(table: Any, local: Tensor) -> Tensor:
-    full = torch.zeros(table.num_embeddings, WIDTH)
+    full = torch.zeros(table.num_embeddings, WIDTH, dtype=DTYPE)
     full[table._shard.order.ids(torch.arange(table._shard.positions.start, table._shard.positions.stop))] = local
     dist.all_reduce(full)
     return full
@@ -196,24 +198,25 @@ def test_gradients_that_wait_for_each_other_are_averaged_once(ranks: Ranks) -> N
     for found in ranks.run(2, accumulate):
         for name, param in model.named_parameters():
             assert param.grad is not None
-            torch.testing.assert_close(found[name], param.grad.to_dense(), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(found[name], param.grad.to_dense(), rtol=1e-12, atol=1e-14)
 
 
 def what_ddp_is_told(rank: int) -> None:
     torch.manual_seed(2)
     # Dense layers step as under torch's own DDP.
     ours, torchs = (
-        wrap(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))) for wrap in (ddp, DistributedDataParallel)
+        wrap(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)).to(DTYPE))
+        for wrap in (ddp, DistributedDataParallel)
     )
     torchs.load_state_dict(ours.state_dict())
     assert not ours.find_unused_parameters
-    batch = torch.randn(3 + rank, 4, generator=torch.Generator().manual_seed(rank))
+    batch = torch.randn(3 + rank, 4, generator=torch.Generator().manual_seed(rank), dtype=DTYPE)
     for model in (ours, torchs):
         torch.autograd.backward(model(batch).sum())
     for param, expected in zip(ours.parameters(), torchs.parameters(), strict=True):
         assert param.grad is not None
         assert expected.grad is not None
-        torch.testing.assert_close(param.grad, expected.grad, rtol=1e-6, atol=0)  # x / 3 or x * (1 / 3)
+        torch.testing.assert_close(param.grad, expected.grad, rtol=1e-12, atol=1e-14)  # x / 3 or x * (1 / 3)
 
     # Blocks of one shape on all ranks, which DDP would make copies of the first rank's.
     table = ShardedEmbedding(2 * dist.get_world_size(), WIDTH)

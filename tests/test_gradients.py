@@ -84,7 +84,7 @@ def test_an_explicit_zero_is_a_gradient() -> None:
         before = ours.detach().clone()
         step_with(optimizer, ours, grad)
         step_with(reference, theirs, grad)
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
     assert (ours != before).any(dim=1).tolist() == [False, True, False, False]
     assert optimizer.state[ours]["exp_avg"][1, 0] < optimizer.state[ours]["exp_avg"][2, 0]
 
@@ -135,7 +135,7 @@ def test_values_and_indices_may_be_strided(make: object) -> None:
     assert not (grad._values().is_contiguous() and grad._indices().is_contiguous())
     step_with(SparseAdam([ours]), ours, grad)
     step_with(torch.optim.SparseAdam([theirs]), theirs, grad)
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
 
 
 def test_a_gradient_that_claims_to_be_coalesced_may_be_unsorted() -> None:

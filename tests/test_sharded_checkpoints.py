@@ -147,7 +147,13 @@ def train_whole(name: str) -> tuple[Model, torch.optim.Optimizer, Contents]:
 
 @pytest.mark.parametrize(
     ("written_by", "name"),
-    [("SparseAdam", "SparseAdam"), ("DeferredAdamW", "DeferredAdamW"), ("torch.optim.AdamW", "DeferredAdamW")],
+    [
+        ("SparseAdam", "SparseAdam"),
+        ("SparseAdam, all state", "SparseAdam, all state"),
+        ("SparseAdam, all state", "SparseAdam"),  # options come from the checkpoint, and their state with them
+        ("DeferredAdamW", "DeferredAdamW"),
+        ("torch.optim.AdamW", "DeferredAdamW"),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 def test_a_checkpoint_of_whole_tables_loads_into_sharded_ones_and_back(
@@ -165,7 +171,6 @@ def test_a_checkpoint_of_whole_tables_loads_into_sharded_ones_and_back(
     sharded = ranks.run(3, save, path, name)[0][0]
     whole = Model(sharded=False, seed=1)
     back = OPTIMIZERS[name](whole)
-    back.allocate_state()
     distributed.load({"model": whole, "optimizer": back}, path)
     assert_same(contents(whole, back), sharded)
 

@@ -133,7 +133,8 @@ def assert_reads_as_torch(rank: int, ranks: int, case: Case, gradient: str) -> N
             assert plain.weight.grad is not None
             expected_gradient += plain.weight.grad.to_dense()
             if other == rank:
-                torch.testing.assert_close(read, expected, rtol=1e-6 if precise else 1e-2, atol=1e-6)
+                # A bag's sum of 12 rows or fewer, in another order: 12 roundings of up to 12 times 6e-8.
+                torch.testing.assert_close(read, expected, rtol=1e-5 if precise else 1e-2, atol=1e-5)
     if gradient == "mean":
         expected_gradient /= ranks
     error = 1e-5 if precise else 0.03

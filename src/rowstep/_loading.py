@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import StateDict
 
-from ._state import FLOATS, MOMENTS, State, described, miscount
+from ._state import FLOATS, MOMENTS, State, described, largest_count, miscount
 
 
 def check_structure(state_dict: Any) -> None:
@@ -45,6 +45,34 @@ def check_states(state_dict: StateDict, params: Sequence[Tensor]) -> None:
             if key in state:
                 moments += _memory(f"{key!r} of parameter {number}", state[key])
     _refuse_shared_memory(weights, moments)
+
+
+_SLOT_OF_OPTION = (("bias_correction", "row", "row_step"), ("amsgrad", True, "max_exp_avg_sq"))
+
+
+def check_slots(own: Mapping[str, Any], loaded: Mapping[str, Any], states: Sequence[State], where: str) -> None:
+    """Raise if a group with the options ``own`` is to become ``loaded``, and what that needs has got lost.
+
+    torch.distributed.checkpoint restores the options of a group as they were saved, but of the state only what the
+    optimizer it loads into has slots for. Slots follow the options, so an optimizer that was made with others comes out
+    with options whose state stayed in the file. torch's Adam then fails at its next step; here the slot would quietly
+    begin anew.
+    """
+    for option, value, slot in _SLOT_OF_OPTION:
+        if option not in own or own[option] == value or loaded.get(option) != value:
+            continue
+        has_history = [state for state in states if "exp_avg" in state and state.get("step") != 0]
+        if has_history and not any(slot in state for state in has_history):
+            raise ValueError(
+                f"no state has {slot!r}, though {option}={value!r} was saved{where}; expected it with the moments: "
+                "a checkpoint is read only into state that exists, so "
+                f"make the optimizer with {option}={value!r} before you read into it"
+            )
+
+
+def tidied(state: State) -> State:
+    """A state without the empty dicts that torch makes of what a flattened state dict lacks."""
+    return {key: value for key, value in state.items() if not (isinstance(value, dict) and not value)}
 
 
 def row_counts(state_dict: StateDict, params: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -92,11 +120,12 @@ def _counts_flaw(counts: object, param: Tensor) -> str | None:
         return "a dense tensor"
     if counts.shape != param.shape[: counts.dim()]:
         return f"leading dimensions of {tuple(param.shape)}"
-    # Widths other than ours are exact, and float32 is what a detour through torch's classes makes of counts.
-    if counts.dtype == torch.bool or counts.dtype in (torch.float16, torch.bfloat16) or counts.is_complex():
+    if counts.dtype == torch.bool or counts.is_complex():
         return "whole numbers"
-    if counts.numel() and not bool(((counts >= 0) & (counts < 1 << 53) & (counts == counts.to(torch.int64))).all()):
-        return "whole numbers from 0 to 2^53"
+    # torch's classes cast counts to the parameter's dtype, which has every whole number up to some bound only.
+    bound = largest_count(counts.dtype) if counts.is_floating_point() else 1 << 53
+    if counts.numel() and not bool(((counts >= 0) & (counts < bound) & (counts == counts.to(torch.int64))).all()):
+        return f"whole numbers from 0 to {bound:.0f}, which this dtype tells apart"
     return None
 
 

@@ -20,7 +20,7 @@ from torch.optim.optimizer import ParamsT, StateDict
 from . import _backends, _dense, _rows, _shard
 from ._backends import Backend, Operands, Outcome, admit
 from ._gradient import RowGradient, outside_message, row_gradient
-from ._loading import check_states, check_structure
+from ._loading import check_slots, check_states, check_structure, tidied
 from ._options import check_group, check_layouts, check_learning_rate, parameter_name
 from ._rows import Init
 from ._state import FLOATS, State, allocate, ensure_moments, miscount, misfit
@@ -162,7 +162,7 @@ class RowOptimizer(Optimizer):
                     if outside is not None:
                         raise IndexError(outside_message(outside, item.gradient.row_count))
                     work.rows.append(item)
-                    item.operands = _admitted(item, state, group)
+                    item.operands = self._operands(item, state, group)
                 self._check_gradient(param, grad, item, group, backend)
             except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as flaw:
                 raise type(flaw)(f"{parameter_name(group, group_index, index)}: {flaw}") from flaw
@@ -171,6 +171,22 @@ class RowOptimizer(Optimizer):
     def _as_rows(self, param: Tensor, grad: Tensor, state: State, group: Group) -> Rows | None:
         """The gradient as rows, or None if it is one for torch's dense Adam."""
         return Rows(param, row_gradient(grad, param.shape)) if grad.is_sparse else None
+
+    def _operands(self, item: Rows, state: State, group: Group) -> Operands | None:
+        """The operands of an update, if all of the state is there; raise if what is there does not fit."""
+        if not self._has_all(item, state, group):
+            if reason := misfit(state, item.param):
+                raise ValueError(reason)
+            return None
+        if reason := miscount(state.get("step")):
+            raise ValueError(reason)
+        return admit(
+            item.param, state, item.gradient, amsgrad=group["amsgrad"], counted=group.get("bias_correction") == "row"
+        )
+
+    def _has_all(self, item: Rows, state: State, group: Group) -> bool:
+        """Whether the state has every slot that an update of these rows takes."""
+        return "exp_avg" in state and (not group["amsgrad"] or "max_exp_avg_sq" in state)
 
     def _check_gradient(self, param: Tensor, grad: Tensor, item: Rows | None, group: Group, backend: Backend) -> None:
         """Raise if this gradient, whose indices are known to be good, cannot be taken; ``item`` is what it became."""
@@ -264,12 +280,13 @@ class RowOptimizer(Optimizer):
 
         def check(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
             check_structure(state_dict)
-            given.update(_shard.for_each_param(state_dict, self._all_params(), _shard.as_local_state))
+            given.update(_shard.for_each_param(state_dict, self._all_params(), _local_state))
             check_states(given, self._all_params())
             for index, (own, new) in enumerate(zip(own_groups, given["param_groups"], strict=False)):
                 where = f" in group {index} of the loaded state"
                 check_learning_rate((own | new)["lr"], zero_allowed=True, where=where)
                 self._check_group(own | new, where)
+                check_slots(own, new, [given["state"].get(number, {}) for number in new["params"]], where)
             return given
 
         def complete(optimizer: Optimizer) -> None:
@@ -308,16 +325,8 @@ class RowOptimizer(Optimizer):
         super().__setstate__(state)
 
 
-def _admitted(item: Rows, state: State, group: Group) -> Operands | None:
-    """The operands of an update, if all of the state is there; raise if what is there does not fit."""
-    amsgrad, counted = group["amsgrad"], group.get("bias_correction") == "row"
-    if "exp_avg" not in state or (amsgrad and "max_exp_avg_sq" not in state) or (counted and "row_step" not in state):
-        if reason := misfit(state, item.param):
-            raise ValueError(reason)
-        return None
-    if reason := miscount(state.get("step")):
-        raise ValueError(reason)
-    return admit(item.param, state, item.gradient, amsgrad=amsgrad, counted=counted)
+def _local_state(state: State, param: Tensor) -> State:
+    return _shard.as_local_state(tidied(state), param)
 
 
 def _check_fit(param: Tensor, grad: Tensor) -> None:

@@ -15,9 +15,9 @@ from ._gradient import all_rows, nonzero_rows
 from ._loading import row_counts
 from ._optimizer import Group, RowOptimizer, Rows, Work
 from ._options import CHOICES
+from ._row_steps import RowSteps, ensure_slot
 from ._rule import row_rule
-from ._shard import shard_of
-from ._state import State, ensure_moments, ensure_row_steps
+from ._state import State, ensure_moments
 
 
 class SparseAdam(RowOptimizer):
@@ -83,6 +83,7 @@ class SparseAdam(RowOptimizer):
         }
         super().__init__(params, defaults)
         self.skipped_rows = 0
+        self._row_steps = RowSteps()
 
     def _collect(self, group_index: int, group: Group, backend: Backend) -> Work:
         for name in ("bias_correction", "nonfinite"):  # a group can be edited after it was checked
@@ -95,12 +96,16 @@ class SparseAdam(RowOptimizer):
             return super()._as_rows(param, grad, state, group)
         if group["force_sparse"]:
             return Rows(param, nonzero_rows(grad))
-        if group["bias_correction"] == "row" and "row_step" in state:
+        if group["bias_correction"] == "row" and self._row_steps.are_counted(param, state):
             return Rows(param, all_rows(grad, tuple(state["row_step"].shape)), as_dense=True)
         moment = state.get("exp_avg", param)
         if grad.dtype != param.dtype or moment.dtype != param.dtype:  # torch's Adam wants one dtype for all
             return Rows(param, all_rows(grad, tuple(param.shape[:1])), as_dense=True)
         return None
+
+    def _has_all(self, item: Rows, state: State, group: Group) -> bool:
+        is_counted = group["bias_correction"] != "row" or self._row_steps.are_counted(item.param, state)
+        return is_counted and super()._has_all(item, state, group)
 
     def _check_gradient(self, param: Tensor, grad: Tensor, item: Rows | None, group: Group, backend: Backend) -> None:
         if group["nonfinite"] == "raise" and (
@@ -110,12 +115,15 @@ class SparseAdam(RowOptimizer):
 
     def _step_rows(self, item: Rows, group: Group, backend: Backend) -> None:
         gradient, state = item.gradient, self.state[item.param]
-        per_row = group["bias_correction"] == "row" and not gradient.is_empty
+        per_row = group["bias_correction"] == "row"
         if item.operands is None:
             ensure_moments(state, item.param, amsgrad=group["amsgrad"])
-            if per_row:
-                ensure_row_steps(state, gradient.lead)
-            item.operands = admit(item.param, state, gradient, amsgrad=group["amsgrad"], counted=per_row)
+            if per_row and not gradient.is_empty:
+                self._row_steps.begin(item.param, state, gradient.lead)
+            elif per_row:
+                ensure_slot(state, item.param)
+            counted = per_row and not gradient.is_empty
+            item.operands = admit(item.param, state, gradient, amsgrad=group["amsgrad"], counted=counted)
         operands = item.operands
         step, skips, skipped_before = int(state["step"]) + 1, group["nonfinite"] == "skip", self.skipped_rows
 
@@ -142,6 +150,9 @@ class SparseAdam(RowOptimizer):
         self._whole_or_not_at_all(update, count, is_empty=gradient.is_empty)
 
     def _step_dense(self, items: list[tuple[Tensor, Tensor]], group: Group, backend: Backend) -> None:
+        if group["bias_correction"] == "row":
+            for param, _ in items:
+                ensure_slot(self.state[param], param)
         if group["nonfinite"] != "skip":
             super()._step_dense(items, group, backend)
             return
@@ -166,14 +177,12 @@ class SparseAdam(RowOptimizer):
         for group in self.param_groups:
             if group["bias_correction"] == "row":
                 for param in group["params"]:
-                    if (
-                        param.requires_grad and shard_of(param) is not None
-                    ):  # of others it is not known whether they have row gradients
-                        ensure_row_steps(self.state[param], tuple(param.shape[:1]))
+                    if param.requires_grad:
+                        ensure_slot(self.state[param], param)
 
     def _loaded(self, given: StateDict) -> None:
         for param, counts in row_counts(given, self._all_params()):
             self.state[param]["row_step"] = counts
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"skipped_rows": self.skipped_rows}
+        return super().__getstate__() | {"skipped_rows": self.skipped_rows, "_row_steps": RowSteps()}

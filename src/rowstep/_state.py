@@ -5,7 +5,7 @@ key                 shape                   dtype          present
 ``exp_avg``         the parameter's         parameter's    always
 ``exp_avg_sq``      the parameter's         parameter's    always
 ``max_exp_avg_sq``  the parameter's         parameter's    amsgrad
-``row_step``        the leading dimensions  int64          bias_correction="row", once a row gradient came
+``row_step``        the leading dimensions  int64          bias_correction="row"; see ``_row_steps``
 
 ``step`` follows the class being replaced: torch.optim.SparseAdam keeps an int, torch.optim.Adam a Tensor. Either is
 taken, so checkpoints of both load, and both load ours. Past 2^24 float32 cannot count, and the Tensor becomes float64.

@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, zeros
 
+from .._optimizer import RowOptimizer
 from .._shard import ROW_ORDER
 from . import _exchange
 from ._plan import Blocks, RowOrder
@@ -49,12 +50,18 @@ def load(
     of ranks or not at all, what ``dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)`` has written
     from models sharded over any other number, or not at all. State dicts can be given instead, as to torch's own. What
     is not in the checkpoint raises, unless ``allow_partial_load``; then it stays as it is.
+
+    Optimizers need not have made a step. What options of the checkpoint ask for (``row_step``, ``max_exp_avg_sq``) is
+    read even if the optimizer was made with others, and counts that it lacks begin with the history of the moments.
     """
     if storage_reader is None:
         if checkpoint_id is None:
             raise ValueError("expected checkpoint_id or storage_reader, to know what to read")
         storage_reader = FileSystemReader(checkpoint_id)
     storage_reader.reset(checkpoint_id)
+    for value in state_dict.values():
+        if isinstance(value, RowOptimizer):
+            value.allocate_state()
     group = None if no_dist else _exchange.default_group(process_group)
     orders = _exchange.agree(lambda: _saved_orders(storage_reader), group)
     with warnings.catch_warnings():
@@ -99,12 +106,42 @@ class _Planner(DefaultLoadPlanner):
         self._own: dict[str, RowOrder] = {}
         for key in [key for key in self.state_dict if key.split(".")[-1] == ROW_ORDER]:
             self._own[_place(key)] = RowOrder(*self.state_dict.pop(key).tolist())  # ours stays; only rows are read
+        for key in self._unsaid_options(metadata):
+            del self.state_dict[key]
         for key, value in self.state_dict.items():
             written = metadata.state_dict_metadata.get(key)
             # A step counts as an int or as a Tensor, depending on the class that wrote it: take what there is.
             if isinstance(written, TensorStorageMetadata) and isinstance(value, (int, float)):
                 self.state_dict[key] = torch.zeros(written.size, dtype=written.properties.dtype)
                 set_element(self.original_state_dict, self.mappings[key], self.state_dict[key])
+        for key in [key for key in self.state_dict if key.endswith(".exp_avg")]:
+            self._match_slots(_place(key), metadata)
+
+    def _unsaid_options(self, metadata: Metadata) -> list[str]:
+        """Options that a group in the checkpoint lacks, as torch's own lack ours: those stay as they are."""
+        written = metadata.state_dict_metadata
+        groups = {_place(key) for key in written}
+        return [
+            key
+            for key, path in self.mappings.items()
+            if key not in written
+            and _place(key) in groups
+            and any(part == "param_groups" or str(part).startswith("param_groups.") for part in path)
+        ]
+
+    def _match_slots(self, place: str, metadata: Metadata) -> None:
+        """Have the slots of this state that the checkpoint has: they depend on options, which it brings too."""
+        for name in ("row_step", "max_exp_avg_sq"):
+            key, beside = f"{place}.{name}", f"{place}.exp_avg"
+            written = metadata.state_dict_metadata.get(key)
+            path = (*self.mappings[beside][:-1], str(self.mappings[beside][-1]).removesuffix("exp_avg") + name)
+            if key not in self.state_dict and isinstance(written, TensorStorageMetadata):
+                self.state_dict[key] = _zeros_beside(self.state_dict[beside], written)
+                self.mappings[key] = path
+                set_element(self.original_state_dict, path, self.state_dict[key])
+            elif name == "row_step" and key in self.state_dict and written is None and not self.allow_partial_load:
+                # Whoever wrote this did not count rows. Without counts, they begin with the history of the moments.
+                set_element(self.original_state_dict, path, torch.zeros_like(self.state_dict.pop(key)))
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
@@ -166,6 +203,15 @@ class _Planner(DefaultLoadPlanner):
         local, mine = _local_block(here)
         kept = (positions >= mine.start) & (positions < mine.stop)
         local[(positions[kept] - mine.start).to(local.device)] = tensor[kept].to(local.device)
+
+
+def _zeros_beside(beside: Tensor, written: TensorStorageMetadata) -> Tensor:
+    """A place for what was written, on the device of a tensor of the same parameter, and cut as that one is."""
+    if isinstance(beside, DTensor):
+        return zeros(
+            written.size, dtype=written.properties.dtype, device_mesh=beside.device_mesh, placements=beside.placements
+        )
+    return torch.zeros(written.size, dtype=written.properties.dtype, device=beside.device)
 
 
 def _local_block(value: Tensor) -> tuple[Tensor, range]:

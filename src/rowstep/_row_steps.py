@@ -1,0 +1,64 @@
+"""How many steps each row has taken: the slot ``row_step``, which ``bias_correction="row"`` reads and writes.
+
+A parameter has the slot from its first step on, whatever gradient came with it. torch.distributed.checkpoint reads only
+into slots that are there, and torch makes those of a fresh optimizer by a step with dense zeros: counts that appeared
+with the first gradient of rows would have no place to be read into.
+
+Dense gradients count nothing. As long as no other has come, the slot is zero everywhere: it is *blank*, the parameter
+steps as under torch.optim.Adam, and a blank slot says as much as none. When the first gradient of rows comes, the
+counts begin with the history that the moments show. Rows with history never count zero after that, except by
+``reset_rows``, which takes the moments along. So zeros from a file, or from another process, mean the same as zeros
+from here.
+
+Telling blank from counted takes a look at all rows. The answer holds until somebody writes to the slot: torch counts
+its own writes in ``_version``, and those that it cannot see, by a kernel, only ever happen to a slot that is counted.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ._state import State, ensure_row_steps
+
+
+def ensure_slot(state: State, param: Tensor) -> None:
+    """Make room for the counts of ``param``'s rows; nothing is counted yet."""
+    if "row_step" not in state:
+        state["row_step"] = torch.zeros(param.shape[:1], dtype=torch.int64, device=param.device)
+
+
+class RowSteps:
+    """Knows which parameters' rows are counted, without a look at all of their rows at every step."""
+
+    def __init__(self) -> None:
+        self._last_look: dict[Tensor, tuple[Tensor, float, bool]] = {}
+
+    def are_counted(self, param: Tensor, state: State) -> bool:
+        """Whether this state counts rows: it has the slot, and the slot is not blank."""
+        slot = state.get("row_step")
+        if slot is None:
+            return False
+        last = self._last_look.get(param)
+        if last is not None and last[0] is slot and last[1] == _writes_to(slot):
+            return last[2]
+        return self._note(param, slot, bool(slot.any()))
+
+    def begin(self, param: Tensor, state: State, lead: tuple[int, ...]) -> None:
+        """Count rows that run over the dimensions ``lead`` from now on, if that has not begun yet."""
+        if self.are_counted(param, state):
+            return
+        state.pop("row_step", None)
+        ensure_row_steps(state, lead)
+        self._note(param, state["row_step"], True)
+
+    def _note(self, param: Tensor, slot: Tensor, counted: bool) -> bool:
+        self._last_look[param] = slot, _writes_to(slot), counted
+        return counted
+
+
+def _writes_to(slot: Tensor) -> float:
+    """How often torch has written to this tensor; NaN, which equals nothing, of one made in inference mode."""
+    return math.nan if slot.is_inference() else slot._version

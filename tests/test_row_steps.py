@@ -1,0 +1,77 @@
+"""The slot for the counts of ``bias_correction="row"``: there from the first step on, blank until rows are counted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import rowstep
+from gradients import rows_of, same_bits, step_with, table
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+
+def test_dense_layers_have_a_slot_and_step_as_torchs() -> None:
+    ours, torchs = table(8, 3), table(8, 3)
+    torchs.data.copy_(ours.data)
+    optimizer, adam = rowstep.SparseAdam([ours], bias_correction="row"), torch.optim.Adam([torchs], fused=True)
+    optimizer.allocate_state()
+    for step in range(4):
+        grad = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+        step_with(optimizer, ours, grad)
+        step_with(adam, torchs, grad)
+    assert same_bits(ours, torchs)
+    assert optimizer.state[ours]["row_step"].tolist() == [0] * 8
+
+
+@pytest.mark.parametrize("allocated", [False, True])
+@pytest.mark.parametrize("first", ["dense", "empty", "nothing"])
+def test_a_slot_without_counts_changes_nothing(allocated: bool, first: str) -> None:
+    """Counts begin with the steps so far for rows that have history, whether there was a slot for them or not."""
+    param = table(4, 2)
+    optimizer = rowstep.SparseAdam([param], bias_correction="row")
+    if allocated:
+        optimizer.allocate_state()
+    if first != "nothing":
+        step_with(optimizer, param, torch.ones(4, 2) if first == "dense" else rows_of(param, []))
+        assert optimizer.state[param]["row_step"].tolist() == [0] * 4
+    step_with(optimizer, param, rows_of(param, [1, 3]))
+    before = 1 if first == "dense" else 0
+    assert optimizer.state[param]["row_step"].tolist() == [before, before + 1, before, before + 1]
+    step_with(optimizer, param, torch.ones(4, 2))
+    assert optimizer.state[param]["row_step"].tolist() == [before + 1, before + 2, before + 1, before + 2]
+
+
+def test_a_slot_without_counts_takes_any_sparse_dim() -> None:
+    param = table(4, 2)
+    optimizer = rowstep.SparseAdam([param], bias_correction="row")
+    optimizer.allocate_state()
+    step_with(optimizer, param, torch.eye(4, 2).to_sparse())
+    assert optimizer.state[param]["row_step"].tolist() == [[1, 0], [0, 1], [0, 0], [0, 0]]
+    with pytest.raises(ValueError, match=r"counted rows over \(4, 2\)"):
+        step_with(optimizer, param, rows_of(param, [1]))
+
+
+def test_counts_written_from_outside_are_seen() -> None:
+    """As a checkpoint does that is read into the state in place."""
+    param = table(4, 2)
+    optimizer = rowstep.SparseAdam([param], bias_correction="row")
+    step_with(optimizer, param, torch.ones(4, 2))
+    optimizer.state[param]["row_step"].copy_(torch.tensor([5, 0, 1, 1]))
+    step_with(optimizer, param, torch.ones(4, 2))
+    assert optimizer.state[param]["row_step"].tolist() == [6, 1, 2, 2]
+    optimizer.reset_rows(param, torch.arange(4))
+    step_with(optimizer, param, torch.ones(4, 2))
+    assert optimizer.state[param]["row_step"].tolist() == [0] * 4  # as new: dense gradients count nothing
+    optimizer.grow(param, 1)
+    step_with(optimizer, param, rows_of(param, [0, 4]))
+    assert optimizer.state[param]["row_step"].tolist() == [4, 3, 3, 3, 1]
+
+
+def test_a_slot_made_in_inference_mode_counts() -> None:
+    param = table(4, 2)
+    optimizer = rowstep.SparseAdam([param], bias_correction="row")
+    with torch.inference_mode():
+        for _ in range(2):
+            step_with(optimizer, param, rows_of(param, [1]))
+    assert optimizer.state[param]["row_step"].tolist() == [0, 2, 0, 0]
