@@ -88,6 +88,57 @@ except ImportError as error:
     assert printed in ("ImportError 0 False", "ModuleNotFoundError 0 False")
 
 
+ONE_STEP_OF_ARRAYS = """
+import warnings
+import numpy as np
+from rowstep.arrays import Adam
+param = np.zeros((3, 2), np.float32)
+optimizer = Adam(lr=0.5)
+def step():
+    optimizer.step("param", param, np.ones((3, 2), np.float32))
+    optimizer.end_iteration()
+"""
+
+
+@pytest.mark.parametrize("source", [ONE_STEP + "step = optimizer.step", ONE_STEP_OF_ARRAYS], ids=["torch", "arrays"])
+def test_with_numbas_compiler_off_the_reference_runs_and_one_warning_says_so(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ROWSTEP_BACKEND", raising=False)
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+    count, message, weight = python(
+        source
+        + """
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    step()
+    step()
+print(len(caught), caught[0].message, float(param[1, 0]), sep="\\n")
+"""
+    ).splitlines()
+    assert count == "1"
+    assert "reference" in message
+    assert "NUMBA_DISABLE_JIT" in message
+    assert float(weight) < -0.9
+
+
+@pytest.mark.parametrize("source", [ONE_STEP + "step = optimizer.step", ONE_STEP_OF_ARRAYS], ids=["torch", "arrays"])
+def test_asking_for_numba_with_its_compiler_off_raises(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+    printed = python(
+        source
+        + """
+try:
+    step()
+except RuntimeError as error:
+    print(error, float(abs(param).sum()))
+"""
+    )
+    assert printed.startswith("ROWSTEP_BACKEND is 'numba', but NUMBA_DISABLE_JIT=1")
+    assert printed.endswith(" 0.0")
+
+
 @pytest.mark.parametrize("name", ["Numba", "cuda", " "])
 def test_an_unknown_backend_is_refused_and_nothing_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROWSTEP_BACKEND", name)
