@@ -225,6 +225,25 @@ def test_threads_are_used_as_torch_is_told_to(threads: int, monkeypatch: pytest.
     assert parallel_runs == [2] * (threads - 1)
 
 
+TORCH_STEP = """
+param = torch.nn.Parameter(torch.zeros(5000, 32))
+param.grad = torch.sparse_coo_tensor(torch.arange(5000)[None], torch.ones(5000, 32), check_invariants=True)
+rowstep.SparseAdam([param]).step()
+"""
+ARRAYS_STEP = """
+rowstep.arrays.Adam().step("param", np.zeros((5000, 32), np.float32), np.ones((5000, 32), np.float32))
+"""
+
+
+@pytest.mark.parametrize("step", [TORCH_STEP, ARRAYS_STEP], ids=["torch", "arrays"])
+def test_starting_numbas_threads_leaves_torchs_number_alone(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
+    monkeypatch.setenv("NUMBA_NUM_THREADS", "5")
+    before = "import numba, numpy as np, torch, rowstep, rowstep.arrays; torch.set_num_threads(3)\n"
+    printed = python(before + step + "numba.threading_layer(); print(torch.get_num_threads())")
+    assert printed == "3"
+
+
 def test_numba_rounds_every_operation_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """No fused multiply-add, no reciprocal, no approximate root: NumPy's float32 gives the same bits."""
     monkeypatch.setenv("ROWSTEP_BACKEND", "numba")

@@ -6,6 +6,9 @@ import warnings
 from importlib import import_module
 from typing import Any
 
+# For the sake of its import: from now on it sees every fork.
+from . import _fork as _fork
+
 
 def choose(name: str, compiled: str, reference: str, *, stacklevel: int) -> Any:
     """One of two modules, by the value of ROWSTEP_BACKEND; the compiled one is imported only if it is chosen.

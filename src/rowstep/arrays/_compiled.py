@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from .._kernels import adam, dense
 from .._kernels.launch import PARALLEL_FROM_BYTES, workspace
-from .._kernels.parallel import launch
+from .._kernels.parallel import launch, numba_threads
 from .._rule import Rule
 from . import _reference
 from ._operands import FloatArray
@@ -86,7 +85,7 @@ def step_rows(p: FloatArray, m: FloatArray, v: FloatArray, rows: NDArray[np.int6
 
 
 def _threads_for(grad: FloatArray) -> int:
-    return 1 if grad.nbytes < PARALLEL_FROM_BYTES else int(numba.get_num_threads())
+    return 1 if grad.nbytes < PARALLEL_FROM_BYTES else numba_threads()
 
 
 def _bits(array: FloatArray) -> NDArray[Any]:
