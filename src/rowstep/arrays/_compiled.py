@@ -78,7 +78,6 @@ def step_rows(p: FloatArray, m: FloatArray, v: FloatArray, rows: NDArray[np.int6
         None,  # rows skipped that are not finite
     )
     if threads == 1:
-        bounds[0, 1] = len(p)
         adam.update_part(0, *arguments)
     else:
         launch(adam.update_parallel, threads, *arguments)
