@@ -64,7 +64,6 @@ $(INTEGRATION)/.ready: pyproject.toml constraints.txt constraints-integration.tx
 		-c constraints-integration.txt torch==2.13.0 -e '.[dev,integration]'
 	touch $@
 
-# Numba's cache does not notice a change in a file that a kernel only calls into.
 clean-cache:
 	find src -name '*.nb[ic]' -delete
 

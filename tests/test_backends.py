@@ -88,6 +88,57 @@ except ImportError as error:
     assert printed in ("ImportError 0 False", "ModuleNotFoundError 0 False")
 
 
+ONE_STEP_OF_ARRAYS = """
+import warnings
+import numpy as np
+from rowstep.arrays import Adam
+param = np.zeros((3, 2), np.float32)
+optimizer = Adam(lr=0.5)
+def step():
+    optimizer.step("param", param, np.ones((3, 2), np.float32))
+    optimizer.end_iteration()
+"""
+
+
+@pytest.mark.parametrize("source", [ONE_STEP + "step = optimizer.step", ONE_STEP_OF_ARRAYS], ids=["torch", "arrays"])
+def test_with_numbas_compiler_off_the_reference_runs_and_one_warning_says_so(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ROWSTEP_BACKEND", raising=False)
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+    count, message, weight = python(
+        source
+        + """
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    step()
+    step()
+print(len(caught), caught[0].message, float(param[1, 0]), sep="\\n")
+"""
+    ).splitlines()
+    assert count == "1"
+    assert "reference" in message
+    assert "NUMBA_DISABLE_JIT" in message
+    assert float(weight) < -0.9
+
+
+@pytest.mark.parametrize("source", [ONE_STEP + "step = optimizer.step", ONE_STEP_OF_ARRAYS], ids=["torch", "arrays"])
+def test_asking_for_numba_with_its_compiler_off_raises(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+    printed = python(
+        source
+        + """
+try:
+    step()
+except RuntimeError as error:
+    print(error, float(abs(param).sum()))
+"""
+    )
+    assert printed.startswith("ROWSTEP_BACKEND is 'numba', but NUMBA_DISABLE_JIT=1")
+    assert printed.endswith(" 0.0")
+
+
 @pytest.mark.parametrize("name", ["Numba", "cuda", " "])
 def test_an_unknown_backend_is_refused_and_nothing_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROWSTEP_BACKEND", name)
@@ -172,6 +223,25 @@ def test_threads_are_used_as_torch_is_told_to(threads: int, monkeypatch: pytest.
         param = Parameter(torch.zeros(rows, 32))
         step_with(SparseAdam([param]), param, rows_of(param, range(rows)))
     assert parallel_runs == [2] * (threads - 1)
+
+
+TORCH_STEP = """
+param = torch.nn.Parameter(torch.zeros(5000, 32))
+param.grad = torch.sparse_coo_tensor(torch.arange(5000)[None], torch.ones(5000, 32), check_invariants=True)
+rowstep.SparseAdam([param]).step()
+"""
+ARRAYS_STEP = """
+rowstep.arrays.Adam().step("param", np.zeros((5000, 32), np.float32), np.ones((5000, 32), np.float32))
+"""
+
+
+@pytest.mark.parametrize("step", [TORCH_STEP, ARRAYS_STEP], ids=["torch", "arrays"])
+def test_starting_numbas_threads_leaves_torchs_number_alone(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
+    monkeypatch.setenv("NUMBA_NUM_THREADS", "5")
+    before = "import numba, numpy as np, torch, rowstep, rowstep.arrays; torch.set_num_threads(3)\n"
+    printed = python(before + step + "numba.threading_layer(); print(torch.get_num_threads())")
+    assert printed == "3"
 
 
 def test_numba_rounds_every_operation_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,13 @@
-"""Whether compiled kernels run or the reference: what ``ROWSTEP_BACKEND`` says, else the kernels if Numba is there."""
+"""Whether compiled kernels run or the reference: what ``ROWSTEP_BACKEND`` says, else whether Numba can compile."""
 
 from __future__ import annotations
 
 import warnings
 from importlib import import_module
 from typing import Any
+
+# For the sake of its import: from now on it sees every fork.
+from . import _fork as _fork
 
 
 def choose(name: str, compiled: str, reference: str, *, stacklevel: int) -> Any:
@@ -14,15 +17,21 @@ def choose(name: str, compiled: str, reference: str, *, stacklevel: int) -> Any:
     """
     if name not in ("", "numba", "reference"):
         raise ValueError(f"ROWSTEP_BACKEND is {name!r}; expected 'numba' or 'reference'")
-    if name != "reference":
-        try:
+    if name == "reference":
+        return import_module(reference)
+    try:
+        if not import_module("numba").config.DISABLE_JIT:
             return import_module(compiled)
-        except ImportError as error:
-            if name == "numba":
-                raise
-            warnings.warn(
-                f"rowstep runs its slow reference implementation, because Numba could not be imported: {error}",
-                RuntimeWarning,
-                stacklevel=stacklevel + 1,
+        if name == "numba":
+            raise RuntimeError(
+                "ROWSTEP_BACKEND is 'numba', but NUMBA_DISABLE_JIT=1 turns Numba's compiler off; unset one of the two"
             )
+        reason = "NUMBA_DISABLE_JIT=1 turns Numba's compiler off"
+    except ImportError as error:
+        if name == "numba":
+            raise
+        reason = f"Numba could not be imported: {error}"
+    warnings.warn(
+        f"rowstep runs its slow reference implementation, because {reason}", RuntimeWarning, stacklevel=stacklevel + 1
+    )
     return import_module(reference)

@@ -65,7 +65,6 @@ def norm(gradient: RowGradient, power: float) -> float:
     totals = _totals(threads, gradient.columns, values.dtype)
     arguments = (totals, bounds, *_keys_for(gradient, parts=threads), values.data_ptr(), _row_stride(values))
     if threads == 1:
-        bounds[0, 1] = gradient.row_count
         norms.norm_part(0, power, sums, *arguments, _LIKE[values.dtype], gradient.columns)
     else:
         launch(norms.norm_parallel, threads, power, sums, *arguments, _LIKE[values.dtype], gradient.columns)
@@ -114,7 +113,6 @@ def update(operands: Operands, rule: Rule, outcome: Outcome) -> None:
     torch.autograd.graph.increment_version(param)
     outcome.watch(bounds[2, :threads])
     if threads == 1:
-        bounds[0, 1] = gradient.row_count
         kernels.update_part(0, *arguments)
     else:
         launch(kernels.update_parallel, threads, *arguments)

@@ -22,7 +22,6 @@ from numba import njit
 from .bits import (
     CACHE_LINE,
     INLINE,
-    JIT,
     address_of,
     borrowed,
     has_type_of,
@@ -33,6 +32,7 @@ from .bits import (
     row_at,
     widen,
 )
+from .cache import kernel
 from .group import group, next_row_start, split
 from .parallel import call_for_parts
 
@@ -42,7 +42,7 @@ _G_LINES_AHEAD = 64
 _TABLE_LINES_AHEAD = 48
 
 
-@njit(**JIT)
+@kernel
 def update_part(
     part, totals, bounds, rows_at, count, shift, row_bits, keys, spare,
     p_at, m_at, v_at, u_at, count_at, g_at, g_stride,
@@ -84,7 +84,7 @@ def update_part(
     bounds[2, part] = skipped
 
 
-@njit(**JIT)
+@kernel
 def update_parallel(pool, threads, totals, bounds, rows_at, count, shift, row_bits, *arguments):
     """``update_part`` for every part that there is a row of ``totals`` for."""
     parts = totals.shape[0]
@@ -193,7 +193,7 @@ def all_finite(g):
     return True
 
 
-@njit(**JIT)
+@kernel
 def any_nonfinite(total, row_count, rows_at, rows_count, shift, row_bits, keys, spare, g_at, g_stride, g_like):
     """Whether the summed gradient of some row is not finite."""
     shift = np.uint64(shift)

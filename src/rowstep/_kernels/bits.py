@@ -18,15 +18,15 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np import arrayobj
 
+from . import half
+
 # error_model="numpy": with Python's, the test for a zero divisor keeps LLVM from vectorising (186 ns a row, not 39).
-_SEMANTICS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+SEMANTICS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
-# For what Python calls.
-JIT: dict[str, Any] = _SEMANTICS | {"cache": True}
-
-# For what only kernels call, and for what runs once per row: a call passes an array as seven words on the stack, which
-# at 16 columns costs as much as the row's arithmetic (51 ns a row with calls, 28 without).
-INNER: dict[str, Any] = _SEMANTICS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+# For what only kernels call (what Python calls is a `kernel`, see cache.py), and for what runs once per row: a call
+# passes an array as seven words on the stack, which at 16 columns costs as much as the row's arithmetic (51 ns a row
+# with calls, 28 without).
+INNER: dict[str, Any] = SEMANTICS | {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 INLINE: dict[str, Any] = INNER | {"forceinline": True}
 
 CACHE_LINE = 64
@@ -147,7 +147,7 @@ def widen(typing_context, stored, like):
     def codegen(context, builder, signature, arguments):
         number, kind = arguments[0], stored
         if stored == types.int16:
-            number, kind = builder.fpext(builder.bitcast(number, ir.HalfType()), ir.FloatType()), types.float32
+            number, kind = half.widen(context, builder, number), types.float32
         elif stored == types.uint16:
             bits = builder.shl(builder.zext(number, _I32), _I32(16))
             number, kind = builder.bitcast(bits, ir.FloatType()), types.float32
@@ -165,7 +165,7 @@ def narrow(typing_context, number, like):
             return context.cast(builder, arguments[0], number, like.dtype)
         single = context.cast(builder, arguments[0], number, types.float32)
         if like.dtype == types.int16:
-            return builder.bitcast(builder.fptrunc(single, ir.HalfType()), _I16)
+            return half.narrow(context, builder, single)
         bits = builder.bitcast(single, _I32)
         is_odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
         rounded = builder.lshr(builder.add(builder.add(bits, _I32(0x7FFF)), is_odd), _I32(16))

@@ -12,7 +12,8 @@ import numpy as np
 from numba import njit
 
 from .._schedule import COLUMNS, EBAR, M0, M2, M3, M4, M5, SAFE
-from .bits import INLINE, JIT, address_of, borrowed, ids_at, narrow, optional_row_at, prefetch, row_at, widen
+from .bits import INLINE, address_of, borrowed, ids_at, narrow, optional_row_at, prefetch, row_at, widen
+from .cache import kernel
 from .parallel import call_for_parts
 
 # A momentum this small moves nothing any more, and as a denormal number it makes every later step three times slower.
@@ -22,7 +23,7 @@ _ROWS_AHEAD = 8
 _SINCE_AHEAD = 32
 
 
-@njit(**JIT)
+@kernel
 def catch_up_ids(
     part, scratch, ids_from, count, since, p_at, m_at, v_at, u_at, p_like, m_like, columns,
     step, window, frozen, rate, root, decayed, beta1_powers, beta2_powers, ratio, growth, eps,
@@ -52,7 +53,7 @@ def catch_up_ids(
             catch_up_row(row, sums, roots, since, p_at, m_at, v_at, u_at, p_like, m_like, columns, schedule)
 
 
-@njit(**JIT)
+@kernel
 def catch_up_range(
     part, scratch, first, last, since, p_at, m_at, v_at, u_at, p_like, m_like, columns,
     step, window, frozen, rate, root, decayed, beta1_powers, beta2_powers, ratio, growth, eps,
@@ -71,13 +72,13 @@ def catch_up_range(
             catch_up_row(row, sums, roots, since, p_at, m_at, v_at, u_at, p_like, m_like, columns, schedule)
 
 
-@njit(**JIT)
+@kernel
 def catch_up_ids_parallel(pool, threads, scratch, *arguments):
     """``catch_up_ids`` for every part that there is scratch memory for."""
     call_for_parts(pool, threads, scratch.shape[0], catch_up_ids, (scratch, *arguments))
 
 
-@njit(**JIT)
+@kernel
 def catch_up_range_parallel(pool, threads, scratch, *arguments):
     """``catch_up_range`` for every part that there is scratch memory for."""
     call_for_parts(pool, threads, scratch.shape[0], catch_up_range, (scratch, *arguments))
@@ -192,7 +193,7 @@ def without_dust(momentum, tiny, zero):
     return zero if abs(momentum) < tiny else momentum
 
 
-@njit(**JIT)
+@kernel
 def count_stale(since, rows_at, count, step):
     """How many of these row numbers name a row that is not up to date."""
     stale = 0
@@ -201,7 +202,7 @@ def count_stale(since, rows_at, count, step):
     return stale
 
 
-@njit(**JIT)
+@kernel
 def mark(since, rows_at, count, step):
     """Note that these rows are up to date at this step."""
     for row in ids_at(rows_at, count):

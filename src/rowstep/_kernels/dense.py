@@ -6,14 +6,13 @@ A block's gradient is widened to the type computed with, in memory that stays in
 
 from __future__ import annotations
 
-from numba import njit
-
 from .adam import update_row
-from .bits import JIT, address_of, row_at, widen
+from .bits import address_of, row_at, widen
+from .cache import kernel
 from .parallel import call_for_parts
 
 
-@njit(**JIT)
+@kernel
 def step_part(part, totals, p, m, v, g, beta1, beta2, eps, step_size, shrink, decay):
     """Update one part of the elements, in blocks as wide as ``totals``."""
     parts, width = totals.shape
@@ -31,7 +30,7 @@ def step_part(part, totals, p, m, v, g, beta1, beta2, eps, step_size, shrink, de
         here += size
 
 
-@njit(**JIT)
+@kernel
 def step_parallel(pool, threads, totals, *arguments):
     """``step_part`` for every part that there is a row of ``totals`` for."""
     call_for_parts(pool, threads, totals.shape[0], step_part, (totals, *arguments))

@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from .bits import INNER, JIT, ids_at
+from .bits import INNER, ids_at
+from .cache import kernel
 
 # Two passes of 12 bits cover 16 million rows, and 4096 counters still sit in the L1 cache.
 _DIGIT_BITS = 12
@@ -19,7 +20,7 @@ _DIGIT_BITS = 12
 _SPLIT_BITS = 10
 
 
-@njit(**JIT)
+@kernel
 def first_outside(rows_at, count, row_count):
     """The position of the first row number that is not in the table, or -1."""
     rows = ids_at(rows_at, count)

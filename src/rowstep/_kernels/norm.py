@@ -8,12 +8,13 @@ import numpy as np
 from numba import njit
 
 from .adam import group_part, summed_gradient
-from .bits import CACHE_LINE, INLINE, JIT, borrowed, ids_at
+from .bits import CACHE_LINE, INLINE, borrowed, ids_at
+from .cache import kernel
 from .group import next_row_start, split
 from .parallel import call_for_parts
 
 
-@njit(**JIT)
+@kernel
 def norm_part(
     part, power, sums, totals, bounds, rows_at, count, shift, row_bits, keys, spare, g_at, g_stride, g_like, columns
 ):
@@ -40,7 +41,7 @@ def norm_part(
     sums[part] = result
 
 
-@njit(**JIT)
+@kernel
 def norm_parallel(pool, threads, power, sums, totals, bounds, rows_at, count, shift, row_bits, *arguments):
     """``norm_part`` for every part that there is a row of ``totals`` for."""
     parts = totals.shape[0]

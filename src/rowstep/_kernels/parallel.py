@@ -9,15 +9,19 @@ nothing, so nothing is made of what they return.
 from __future__ import annotations
 
 import functools
+import os
+import sys
 import threading
 from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
-from numba import config, types
+from numba import config, get_num_threads, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.ufunc.parallel import _launch_threads
+
+from .._fork import threads_left_behind
 
 _BYTES, _I64 = ir.IntType(8).as_pointer(), ir.IntType(64)
 
@@ -28,8 +32,10 @@ _TASK = ir.FunctionType(ir.VoidType(), [_BYTES.as_pointer(), _I64.as_pointer(), 
 _POOL = ir.FunctionType(ir.VoidType(), [_BYTES] * 5 + [_I64] * 3)
 
 
-# Numba's workqueue layer ends the process when two threads give it work at the same time.
-_one_at_a_time = threading.Lock()
+# Numba's workqueue layer ends the process when two threads give it work at the same time. The lock is re-entrant: a
+# kernel compiles at its first call, for seconds, and a signal handler or a finalizer that runs in the meantime, in the
+# same thread, may launch another to save a checkpoint.
+_one_at_a_time = threading.RLock()
 
 
 def launch(kernel: Any, parts: int, *arguments: Any) -> None:
@@ -38,16 +44,46 @@ def launch(kernel: Any, parts: int, *arguments: Any) -> None:
         kernel(_pool(), min(parts, config.NUMBA_NUM_THREADS), *arguments)
 
 
-@functools.cache
 def _pool():
-    """Start Numba's threads; return the address of the function that gives them work."""
-    _launch_threads()
+    """The address of the function that gives Numba's threads work, or 0 where the calling thread has to do it all.
+
+    The result has the same bits for any number of threads.
+    """
+    return 0 if config.NUMBA_NUM_THREADS == 1 or threads_left_behind() else _started_pool()
+
+
+@functools.cache
+def _started_pool():
+    torch = sys.modules.get("torch")
+    if torch is None:
+        _launch_threads()
+    else:
+        # Numba's OpenMP layer sets the number of threads for torch too, to all there are.
+        threads = torch.get_num_threads()
+        _launch_threads()
+        torch.set_num_threads(threads)
     return llvm.address_of_symbol("numba_parallel_for")
+
+
+def numba_threads() -> int:
+    """How many threads ``numba.set_num_threads`` allows; by default one for each core."""
+    _started_pool()  # or else Numba starts them now
+    return int(get_num_threads())
+
+
+def _renew_lock():
+    """The thread that held the lock may not exist in this process."""
+    global _one_at_a_time
+    _one_at_a_time = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 @intrinsic
 def call_for_parts(typing_context, pool, threads, parts, kernel, arguments):
-    """Call ``kernel(part, *arguments)`` for every part, on as many threads."""
+    """Call ``kernel(part, *arguments)`` for every part, on as many threads; without a pool, one after the other."""
     call = kernel.get_call_type(typing_context, (types.int64, *arguments.types), {})
 
     def codegen(context, builder, signature, values):
@@ -60,7 +96,11 @@ def call_for_parts(typing_context, pool, threads, parts, kernel, arguments):
         steps = cgutils.alloca_once_value(builder, _I64(1))
         dimensions = cgutils.alloca_once_value(builder, parts)
         in_bytes = [builder.bitcast(pointer, _BYTES) for pointer in (task, vector, dimensions, steps, memory)]
-        builder.call(builder.inttoptr(pool, _POOL.as_pointer()), [*in_bytes, _I64(0), _I64(1), threads])
+        with builder.if_else(builder.icmp_unsigned("==", pool, _I64(0))) as (alone, shared):
+            with alone:
+                builder.call(task, [vector, dimensions, steps, in_bytes[-1]])
+            with shared:
+                builder.call(builder.inttoptr(pool, _POOL.as_pointer()), [*in_bytes, _I64(0), _I64(1), threads])
         return context.get_dummy_value()
 
     return types.void(pool, threads, parts, kernel, arguments), codegen

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from .._kernels import adam, dense
 from .._kernels.launch import PARALLEL_FROM_BYTES, workspace
-from .._kernels.parallel import launch
+from .._kernels.parallel import launch, numba_threads
 from .._rule import Rule
 from . import _reference
 from ._operands import FloatArray
@@ -79,14 +78,13 @@ def step_rows(p: FloatArray, m: FloatArray, v: FloatArray, rows: NDArray[np.int6
         None,  # rows skipped that are not finite
     )
     if threads == 1:
-        bounds[0, 1] = len(p)
         adam.update_part(0, *arguments)
     else:
         launch(adam.update_parallel, threads, *arguments)
 
 
 def _threads_for(grad: FloatArray) -> int:
-    return 1 if grad.nbytes < PARALLEL_FROM_BYTES else int(numba.get_num_threads())
+    return 1 if grad.nbytes < PARALLEL_FROM_BYTES else numba_threads()
 
 
 def _bits(array: FloatArray) -> NDArray[Any]:

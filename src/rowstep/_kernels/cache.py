@@ -1,0 +1,179 @@
+"""Compiled kernels on disk: a cache that never stops a step.
+
+Numba's own cache raises in the first call of a kernel when no directory can be written to, when the disk is full and
+when a file is damaged. Two processes that save at once can leave it with one kernel under the name of another. And it
+does not notice a change in a file that a kernel only calls into. Here each kernel has a file of its own, named after
+everything it was made of, written in one go, with a checksum in front. What cannot be read is compiled; what cannot be
+saved is used all the same, and one warning says why it was not saved.
+
+This is the one file that knows how Numba talks to a cache: ``Dispatcher._cache`` and its methods,
+``CompileResult._reduce`` and ``_rebuild``, ``magic_tuple``. With a future Numba that lacks one of them, every process
+compiles its kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import pickle
+import sys
+import uuid
+import warnings
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+from numba import njit
+from numba.core import config
+from numba.misc.appdirs import user_cache_dir
+
+from .bits import SEMANTICS
+
+_HERE = Path(__file__).parent
+
+# What a kernel is made of. `catch_up` takes constants from the schedule.
+SOURCES = (*sorted(_HERE.glob("*.py")), _HERE.parent / "_schedule.py")
+
+_CHECKSUM = hashlib.sha256
+_CHECKSUM_SIZE = _CHECKSUM().digest_size
+
+_has_warned = False
+
+
+def kernel(function: Any) -> Any:
+    """Compile this function for what Python calls it with, at its first call, and keep the result on disk."""
+    dispatcher = njit(**SEMANTICS)(function)
+    dispatcher._cache = KernelCache(function)
+    return dispatcher
+
+
+def directories() -> list[Path]:
+    """Where compiled kernels may be, the best place first. These are the places where Numba would keep them."""
+    own_name = "rowstep-" + hashlib.sha256(str(_HERE).encode()).hexdigest()[:16]
+    if config.CACHE_DIR:
+        return [Path(config.CACHE_DIR) / own_name]
+    users = Path(user_cache_dir("numba", False))
+    # Without a home directory its name begins with "~".
+    return [_HERE / "__pycache__", *([users / own_name] if users.is_absolute() else [])]
+
+
+class KernelCache:
+    """The cache of one function, with the methods that Numba calls."""
+
+    def __init__(self, function: Any) -> None:
+        self._name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
+
+    @property
+    def cache_path(self) -> str:
+        """For Numba's statistics."""
+        return str(directories()[0])
+
+    def load_overload(self, signature: Any, target_context: Any) -> Any:
+        """The kernel for these types, from disk, or None."""
+        target_context.refresh()
+        for directory in directories():
+            try:
+                path = directory / self._file_name(signature, target_context.codegen())
+                content = path.read_bytes()
+            except Exception:
+                continue
+            try:
+                return _unpacked(content, target_context)
+            except Exception:
+                # A damaged file. If it cannot be removed either, it is compiled anew every time.
+                _remove(path)
+        return None
+
+    def save_overload(self, signature: Any, compiled: Any) -> None:
+        """Write a kernel to the first directory that takes it."""
+        reasons = []
+        for directory in directories():
+            try:
+                name = self._file_name(signature, compiled.codegen)
+                _write(directory, name, _packed(compiled))
+                self._remove_older(directory)
+                return
+            except Exception as error:
+                reasons.append(str(error))
+        _warn_once("; ".join(reasons))
+
+    def flush(self) -> None:
+        """Forget the kernels of this function: what ``Dispatcher.recompile`` asks for."""
+        for directory in directories():
+            for path in directory.glob(f"{self._name}-*.nbc"):
+                _remove(path)
+
+    def _file_name(self, signature: Any, codegen: Any) -> str:
+        # Numba asks with types alone, or with a signature when one kernel calls another.
+        key = repr((getattr(signature, "args", signature), codegen.magic_tuple())).encode()
+        return f"{self._name}-{_versions()}-{hashlib.sha256(key).hexdigest()[:24]}.nbc"
+
+    def _remove_older(self, directory: Path) -> None:
+        """Remove what was made of other sources, by this Python: nobody will ask for it again."""
+        for path in directory.glob(f"{self._name}-{_python()}-*.nbc"):
+            if not path.name.startswith(f"{self._name}-{_versions()}-"):
+                _remove(path)
+
+
+@functools.cache
+def _python() -> str:
+    return sys.implementation.cache_tag + getattr(sys, "abiflags", "")
+
+
+@functools.cache
+def _versions() -> str:
+    """Which Python runs, and a name for the sources and for what compiles them."""
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
+    for source in SOURCES:
+        digest.update(source.read_bytes())
+    return f"{_python()}-{digest.hexdigest()[:16]}"
+
+
+def _packed(compiled: Any) -> bytes:
+    from numba.core.serialize import dumps
+
+    if compiled.lifted or compiled.library.has_dynamic_globals:
+        raise ValueError("a kernel depends on addresses of this process")
+    content = dumps(compiled._reduce())
+    return _CHECKSUM(content).digest() + content
+
+
+def _unpacked(content: bytes, target_context: Any) -> Any:
+    from numba.core.compiler import CompileResult
+
+    if _CHECKSUM(content[_CHECKSUM_SIZE:]).digest() != content[:_CHECKSUM_SIZE]:
+        raise ValueError("the checksum is wrong")
+    return CompileResult._rebuild(target_context, *pickle.loads(content[_CHECKSUM_SIZE:]))
+
+
+def _write(directory: Path, name: str, content: bytes) -> None:
+    """Write a file so that nobody ever sees a part of it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    unfinished = directory / f"{name}.{uuid.uuid4().hex}"
+    try:
+        with unfinished.open("xb") as file:
+            file.write(content)
+        unfinished.replace(directory / name)
+    except BaseException:
+        _remove(unfinished)
+        raise
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _warn_once(reason: str) -> None:
+    global _has_warned
+    if _has_warned:
+        return
+    _has_warned = True
+    warnings.warn(
+        f"rowstep cannot save its compiled kernels, and every process will compile them anew, some seconds in its "
+        f"first step: {reason}. Set NUMBA_CACHE_DIR to a directory that can be written to.",
+        RuntimeWarning,
+        stacklevel=2,
+    )

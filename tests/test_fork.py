@@ -1,0 +1,147 @@
+"""Steps in forked processes, where the threads of the parent do not exist."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from rowstep._kernels.parallel import launch
+
+PARENT = """
+import multiprocessing, os, signal, sys, threading
+import numba, numpy as np, torch
+from rowstep import SparseAdam
+
+torch.manual_seed(0)
+torch.set_num_threads(1)  # torch's own threads do not survive a fork either
+gradient = torch.sparse_coo_tensor(
+    torch.randint(2000, (1, 3000)), torch.randn(3000, 32), (2000, 32), check_invariants=True
+)
+param = torch.nn.Parameter(torch.randn(2000, 32))
+param.grad = gradient
+optimizer = SparseAdam([param])
+shared = torch.zeros(2000, 32).share_memory_()
+
+def step():
+    torch.set_num_threads(2)
+    optimizer.step()
+    torch.set_num_threads(1)
+
+def step_and_tell():
+    signal.alarm(120)  # rather than hang for ever
+    step()
+    shared.copy_(param.detach())
+
+def in_a_fork(work):
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException as error:
+            print(repr(error), file=sys.stderr, flush=True)
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+def in_a_process(work):
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+def held_by_another_thread():
+    from rowstep._kernels import parallel
+    held, done = threading.Event(), threading.Event()
+    def hold():
+        with parallel._one_at_a_time:
+            held.set()
+            done.wait()
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    try:
+        in_a_fork(step_and_tell)
+    finally:
+        done.set()
+        thread.join()
+
+def compare(children):
+    results = []
+    for child in children:
+        shared.zero_()
+        child()
+        results.append(shared.clone())
+    step()
+    assert results and all(torch.equal(result, param) for result in results)
+"""
+
+STEPS_BEFORE = """
+step()
+compare([
+    lambda: in_a_fork(step_and_tell),
+    lambda: in_a_fork(lambda: in_a_fork(step_and_tell)),
+    lambda: in_a_process(step_and_tell),
+    held_by_another_thread,
+])
+print(numba.threading_layer())
+"""
+
+OTHER_NUMBA_CODE_BEFORE = """
+numba.get_num_threads()  # starts them, and lets torch have as many
+torch.set_num_threads(1)
+compare([lambda: in_a_fork(step_and_tell)])
+print(numba.threading_layer())
+"""
+
+NOTHING_BEFORE = """
+def step_and_name_the_layer():
+    step_and_tell()
+    numba.threading_layer()  # raises where there are no threads
+compare([lambda: in_a_fork(step_and_name_the_layer)])
+print(numba.threading_layer())
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "layer"),
+    [(STEPS_BEFORE, "omp"), (STEPS_BEFORE, "workqueue"), (OTHER_NUMBA_CODE_BEFORE, "omp"), (NOTHING_BEFORE, "omp")],
+    ids=["steps, omp", "steps, workqueue", "other Numba code", "nothing"],
+)
+def test_a_forked_process_steps_with_the_same_bits(before: str, layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
+    monkeypatch.setenv("NUMBA_THREADING_LAYER", layer)
+    monkeypatch.setenv("NUMBA_NUM_THREADS", "2")
+    done = subprocess.run([sys.executable, "-c", PARENT + before], capture_output=True, text=True, check=False)
+    if "No threading layer could be loaded" in done.stderr:
+        pytest.skip(f"Numba has no layer {layer} here")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [layer]
+
+
+def test_one_thread_of_numbas_needs_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
+    monkeypatch.setenv("NUMBA_NUM_THREADS", "1")
+    source = "step()\ntry: numba.threading_layer()\nexcept ValueError: print('no threads')"
+    done = subprocess.run([sys.executable, "-c", PARENT + source], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "no threads", done.stderr
+
+
+def test_a_launch_may_happen_during_a_launch() -> None:
+    """A signal handler that saves a checkpoint, while the same thread compiles."""
+    launched: list[str] = []
+
+    def inner(*arguments: Any) -> None:
+        launched.append("inner")
+
+    def outer(*arguments: Any) -> None:
+        launch(inner, 2)
+        launched.append("outer")
+
+    thread = threading.Thread(target=launch, args=(outer, 2), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert launched == ["inner", "outer"]
