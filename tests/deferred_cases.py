@@ -19,8 +19,8 @@ from rowstep import DeferredAdam, DeferredAdamW
 # How far a float64 run may be from torch's, at any read and at the end.
 BAR = 1e-13
 
-# A momentum below this is 0.
-TINY = 1e-30
+# A momentum below this is 0: float64's smallest number that has all its digits.
+TINY = 2.0**-1022
 
 # `make stress` sets it: the same tests over the full number of steps and every combination.
 LONG = os.environ.get("ROWSTEP_LONG") == "1"

@@ -30,6 +30,17 @@ COLUMNS = 7
 _NEGLIGIBLE = 1e-17
 _LONGEST_WINDOW = 1 << 16
 
+# A series has coefficients below this, and unless v is above 0 a mean of e above its inverse: float32 holds them.
+# Elsewhere the terms are summed one by one.
+_LARGEST = 1e30
+
+_SMALLEST = 2.0**-1074
+
+# A momentum m moves a weight by at most m lr / eps * beta1 / (1 - beta1)^2 until it has died away. Below this share of
+# eps that is less than 1e-17 lr, since no window is long enough for a beta1 above 0.9994. It becomes 0 once it is also
+# too small to have all its digits: such numbers make every later step three times slower.
+DUST_OF_EPS = 1e-24
+
 # Mn as a combination of E0..E6: the binomial (e/ebar - 1)^n written out.
 _CENTRAL = np.array([[(-1.0) ** (n - k) * math.comb(n, k) for k in range(7)] for n in range(7)])
 
@@ -154,9 +165,12 @@ class Schedule:
         first = recent_root[1] * self.growth
         rest = np.divide(np.abs(central[6]), total, out=np.zeros_like(total), where=some) * np.maximum(1, mean / first)
         least_root = window[:, EBAR] * ((rest / self.tolerance) ** (1 / 6) - 1)
-        window[:, SAFE] = np.maximum(least_root, 0) ** 2
-        # With a small beta2 the e of a long gap grow past what float64 holds: no series there.
-        lost = ~np.isfinite(window).all(axis=1)
+        # A mean that float32 may round to 0 leaves nothing to divide by where v is 0, and there only.
+        window[:, SAFE] = np.maximum(
+            np.maximum(least_root, 0) ** 2, np.where(window[:, EBAR] < 1 / _LARGEST, _SMALLEST, 0)
+        )
+        # With a small beta2 the e of a long gap grow past what a float holds: no series there.
+        lost = ~(np.abs(window) < _LARGEST).all(axis=1)
         window[lost], window[lost, SAFE] = 0, np.inf
         return table
 

@@ -37,6 +37,15 @@ differ little over the steps in which the w matter, so the error is far below ro
 says otherwise (the first steps of a run, a b2 below 0.99 with a tiny v), the terms are added one by one; after J steps,
 with r^J below the precision, the rest is nothing. ``rowstep._schedule`` keeps the coefficients for every gap.
 
+Where b2 is small beside b1, the e outgrow any float long before the w are nothing, and so do the coefficients. A gap
+with a coefficient beyond 1e30 has no series, and its terms are added one by one: a term whose e is infinite is 0, as it
+should be. A number with m = 0 must not see any of this, since only weight decay moves it: m is divided first, by
+something that is not 0, and then weighted. The powers b1^k and b2^k may also be smaller than the numbers they scale
+would allow: they are applied as two factors then.
+
+Old momentum ends as 0 instead of a denormal number, which would make every later step slow; but only once it is also so
+small beside eps that it moves nothing.
+
 With amsgrad the largest v divides, which does not change without a gradient: sqrt(v) becomes sqrt(vmax), r becomes b1
 and e_j = eps q_{s+j}. Coupled L2 has no such form, since m and v then depend on p: it is refused.
 

@@ -11,13 +11,10 @@ import math
 import numpy as np
 from numba import njit
 
-from .._schedule import COLUMNS, EBAR, M0, M2, M3, M4, M5, SAFE
+from .._schedule import COLUMNS, DUST_OF_EPS, EBAR, M0, M2, M3, M4, M5, SAFE
 from .bits import INLINE, address_of, borrowed, ids_at, narrow, optional_row_at, prefetch, row_at, widen
 from .cache import kernel
 from .parallel import call_for_parts
-
-# A momentum this small moves nothing any more, and as a denormal number it makes every later step three times slower.
-_TINY_MOMENTUM = 1e-30
 
 _ROWS_AHEAD = 8
 _SINCE_AHEAD = 32
@@ -110,16 +107,20 @@ def catch_up_row(row, sums, roots, since, p_at, m_at, v_at, u_at, p_like, m_like
     p = row_at(p_at + row * columns * p_like.itemsize, columns, p_like)
     m = row_at(m_at + row * columns * m_like.itemsize, columns, m_like)
     v = row_at(v_at + row * columns * m_like.itemsize, columns, m_like)
-    beta1_power, beta2_power = beta1_powers[gap], beta2_powers[gap]
+    beta1_power, beta1_rest = factors(beta1_powers[gap], sums)
+    beta2_power, beta2_rest = factors(beta2_powers[gap], sums)
+    dust = sums.dtype.type(min(smallest_normal(sums), eps * DUST_OF_EPS))
     # Under amsgrad the largest second moment divides, and it does not decay. Without it u is None, and not v under
     # another name: LLVM would find the two overlap and fall back to one number at a time (315 ns a row, not 60).
     u = optional_row_at(u_at, row * columns * m_like.itemsize, columns, m_like)
     if is_safe(m, v, u, terms[SAFE], sums):
-        stride_by_series(p, m, v, u, sums, terms, aged, kept, beta1_power, beta2_power)
+        stride_by_series(p, m, v, u, sums, terms, aged, kept, beta1_power, beta2_power, dust)
     else:
         count = min(gap, length)
-        sum_terms(sums, roots, v, u, step, start, count, rate, root, decayed, ratio, growth, eps)
-        stride_by_sums(p, m, v, sums, kept, beta1_power, beta2_power)
+        sum_moves(sums, roots, m, v, u, step, start, count, rate, root, decayed, ratio, growth, eps)
+        stride_by_sums(p, m, v, sums, kept, beta1_power, beta2_power, dust)
+    if beta1_rest != 1 or beta2_rest != 1:
+        decay_again(m, v, beta1_rest, beta2_rest, dust, sums)
 
 
 @njit(**INLINE)
@@ -135,33 +136,35 @@ def is_safe(m, v, u, bound, like):
     if bound > 0:
         least = like.dtype.type(bound)
         for c in range(m.size):
-            unsafe |= (divisor(v, u, c, like) < least) & (widen(m[c], like) != 0)
+            unsafe |= (divisor(v, u, c, like) <= least) & (widen(m[c], like) != 0)
     return not unsafe
 
 
 @njit(**INLINE)
-def stride_by_series(p, m, v, u, like, terms, aged, kept, beta1_power, beta2_power):
-    """The whole stride, with the sum expanded around the mean of e."""
+def stride_by_series(p, m, v, u, like, terms, aged, kept, beta1_power, beta2_power, dust):
+    """The whole stride, with the sum expanded around the mean of e.
+
+    The mean is never 0, and m is divided before anything else: where m is 0, nothing but weight decay moves p.
+    """
     number = like.dtype.type
-    mean, m0 = number(terms[EBAR]), number(terms[M0] * aged)
+    mean, m0 = number(max(terms[EBAR], smallest_normal(like))), number(terms[M0] * aged)
     m2, m3, m4, m5 = (
         number(terms[M2] * aged), number(terms[M3] * aged), number(terms[M4] * aged), number(terms[M5] * aged)
     )  # fmt: skip
-    kept, beta1_power, beta2_power = number(kept), number(beta1_power), number(beta2_power)
-    one, zero, tiny = number(1), number(0), number(_TINY_MOMENTUM)
+    one, zero, kept = number(1), number(0), number(kept)
     for c in range(p.size):
         m_c, v_c = widen(m[c], like), widen(v[c], like)
         inverse = one / (math.sqrt(divisor(v, u, c, like)) + mean)
         theta = mean * inverse
-        total = inverse * (m0 + theta * theta * (m2 - theta * (m3 - theta * (m4 - theta * m5))))
-        p[c] = narrow(kept * widen(p[c], like) - m_c * total, p)
-        m[c] = narrow(without_dust(m_c * beta1_power, tiny, zero), m)
+        total = m0 + theta * theta * (m2 - theta * (m3 - theta * (m4 - theta * m5)))
+        p[c] = narrow(kept * widen(p[c], like) - m_c * inverse * total, p)
+        m[c] = narrow(without_dust(m_c * beta1_power, dust, zero), m)
         v[c] = narrow(v_c * beta2_power, v)
 
 
 @njit(**INLINE)
-def sum_terms(sums, roots, v, u, step, start, count, rate, root, decayed, ratio, growth, eps):
-    """The sum over the terms one by one: where the series is not good enough."""
+def sum_moves(sums, roots, m, v, u, step, start, count, rate, root, decayed, ratio, growth, eps):
+    """The moves one by one: where the series is not good enough. Here too e is never 0 and m is divided first."""
     number = sums.dtype.type
     for c in range(sums.size):
         sums[c] = number(0)
@@ -170,27 +173,56 @@ def sum_terms(sums, roots, v, u, step, start, count, rate, root, decayed, ratio,
     for j in range(1, count + 1):
         slot = (start + j) % capacity
         weight = number(rate[slot] * math.exp(decayed[step % capacity] - decayed[slot]) * ratio**j)
-        e = number(eps * root[slot] * growth**j)
+        e = number(max(eps * root[slot] * growth**j, smallest_normal(sums)))
         for c in range(sums.size):
-            sums[c] += weight / (roots[c] + e)
+            sums[c] += weight * (widen(m[c], sums) / (roots[c] + e))
 
 
 @njit(**INLINE)
-def stride_by_sums(p, m, v, sums, kept, beta1_power, beta2_power):
+def stride_by_sums(p, m, v, sums, kept, beta1_power, beta2_power, dust):
     number = sums.dtype.type
-    kept, beta1_power, beta2_power = number(kept), number(beta1_power), number(beta2_power)
-    zero, tiny = number(0), number(_TINY_MOMENTUM)
+    kept, zero = number(kept), number(0)
     for c in range(p.size):
         m_c = widen(m[c], sums)
-        p[c] = narrow(kept * widen(p[c], sums) - m_c * sums[c], p)
-        m[c] = narrow(without_dust(m_c * beta1_power, tiny, zero), m)
+        p[c] = narrow(kept * widen(p[c], sums) - sums[c], p)
+        m[c] = narrow(without_dust(m_c * beta1_power, dust, zero), m)
         v[c] = narrow(widen(v[c], sums) * beta2_power, v)
 
 
 @njit(**INLINE)
-def without_dust(momentum, tiny, zero):
+def without_dust(momentum, dust, zero):
     """The momentum, or 0 if it is too small to move anything."""
-    return zero if abs(momentum) < tiny else momentum
+    return zero if abs(momentum) < dust else momentum
+
+
+@njit(**INLINE)
+def smallest_normal(like):
+    """The smallest number that has all its digits."""
+    return 2.0**-126 if like.itemsize == 4 else 2.0**-1022
+
+
+@njit(**INLINE)
+def factors(power, like):
+    """A power of a beta as two factors that the type computed with can hold; nearly always the second is 1.
+
+    1e-46 is 0 in float32, but 1e24 times 1e-46 is not. And no factor is 0: an infinite moment stays infinite, as it
+    does step by step.
+    """
+    number = like.dtype.type
+    if power >= smallest_normal(like):
+        return number(power), number(1)
+    smallest = 2.0**-149 if like.itemsize == 4 else 2.0**-1074
+    half = number(max(math.sqrt(power), smallest))
+    return half, half
+
+
+@njit(**INLINE)
+def decay_again(m, v, beta1_power, beta2_power, dust, like):
+    """What the second factors leave of the moments."""
+    zero = like.dtype.type(0)
+    for c in range(m.size):
+        m[c] = narrow(without_dust(widen(m[c], like) * beta1_power, dust, zero), m)
+        v[c] = narrow(widen(v[c], like) * beta2_power, v)
 
 
 @kernel

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..._schedule import EBAR, M0, M2, M3, M4, M5, SAFE, Schedule
+from ..._schedule import DUST_OF_EPS, EBAR, M0, M2, M3, M4, M5, SAFE, Schedule
 from ..._state import State, compute_dtype
 from ..gate import admit_notes, admit_rows, admit_table
 from ..outcome import Outcome
 from .adam import RowsOf
-
-# A momentum this small moves nothing any more, and denormal numbers are slow.
-_TINY_MOMENTUM = 1e-30
 
 _ROWS_AT_ONCE = 1 << 16
 
@@ -37,43 +36,52 @@ def _stride(param: Tensor, state: State, since: Tensor, schedule: Schedule, rows
     dtype = compute_dtype(param.dtype, state["exp_avg"].dtype)
     start = since.view(-1)[rows].cpu().numpy().astype(np.int64)
     table, kept, aged = (torch.from_numpy(array).to(rows.device) for array in schedule.coefficients(start))
-    gaps = schedule.step - start
-    beta1_power, beta2_power = (
-        torch.from_numpy(powers[gaps]).to(rows.device, dtype).unsqueeze(1)
-        for powers in (schedule.beta1_powers, schedule.beta2_powers)
-    )
     p, m, v = (place.read(tensor, dtype) for tensor in (param, state["exp_avg"], state["exp_avg_sq"]))
     divisor = place.read(state["max_exp_avg_sq"], dtype) if schedule.amsgrad else v
 
-    sums = _sum_by_series(divisor, table.to(dtype), aged.to(dtype))
-    unsafe = ((divisor < table[:, SAFE : SAFE + 1].to(dtype)) & (m != 0)).any(dim=1)
+    moves = _move_by_series(m, divisor, table.to(dtype), aged.to(dtype))
+    bound = table[:, SAFE : SAFE + 1]
+    unsafe = ((bound > 0) & (divisor <= bound.to(dtype)) & (m != 0)).any(dim=1)
     for step in np.unique(start[unsafe.cpu().numpy()]).tolist():
         these = unsafe & torch.from_numpy(start == step).to(unsafe.device)
-        sums[these] = _sum_by_terms(divisor[these], schedule, step)
+        moves[these] = _move_by_terms(m[these], divisor[these], schedule, step)
 
-    p = kept.to(dtype).unsqueeze(1) * p - m * sums
-    m = m * beta1_power
-    m = m.masked_fill(m.abs() <= _TINY_MOMENTUM, 0)
+    gaps = schedule.step - start
+    dust = min(torch.finfo(dtype).smallest_normal, schedule.eps * DUST_OF_EPS)
+    p = kept.to(dtype).unsqueeze(1) * p - moves
+    m = _decayed(m, schedule.beta1_powers[gaps])
+    m = m.masked_fill(m.abs() < dust, 0)
+    v = _decayed(v, schedule.beta2_powers[gaps])
     now = torch.full_like(rows, schedule.step)
-    changes = [(param, p), (state["exp_avg"], m), (state["exp_avg_sq"], v * beta2_power), (since, now)]
-    place.write(changes, Outcome())
+    place.write([(param, p), (state["exp_avg"], m), (state["exp_avg_sq"], v), (since, now)], Outcome())
 
 
-def _sum_by_series(divisor: Tensor, table: Tensor, aged: Tensor) -> Tensor:
-    """sum of w / (sqrt(v) + e), expanded around the mean of e."""
+def _move_by_series(m: Tensor, divisor: Tensor, table: Tensor, aged: Tensor) -> Tensor:
+    """m times the sum of w / (sqrt(v) + e), expanded around the mean of e.
+
+    The mean is never 0, and m is divided before anything else: where m is 0, nothing but weight decay moves p.
+    """
     term = {n: table[:, n : n + 1] for n in (M0, EBAR, M2, M3, M4, M5)}
-    inverse = 1 / (divisor.sqrt() + term[EBAR])
-    theta = term[EBAR] * inverse
+    mean = term[EBAR].clamp(min=torch.finfo(m.dtype).smallest_normal)
+    inverse = 1 / (divisor.sqrt() + mean)
+    theta = mean * inverse
     series = term[M0] + theta**2 * (term[M2] - theta * (term[M3] - theta * (term[M4] - theta * term[M5])))
-    return aged.unsqueeze(1) * inverse * series
+    return m * inverse * (aged.unsqueeze(1) * series)
 
 
-def _sum_by_terms(divisor: Tensor, schedule: Schedule, start: int) -> Tensor:
-    """The same sum, term by term: where the series is not good enough."""
-    sums, root = torch.zeros_like(divisor), divisor.sqrt()
-    for weight, e in zip(*schedule.terms(start), strict=True):
-        sums += float(weight) / (root + float(e))
-    return sums
+def _move_by_terms(m: Tensor, divisor: Tensor, schedule: Schedule, start: int) -> Tensor:
+    """The same, term by term: where the series is not good enough."""
+    moves, root = torch.zeros_like(m), divisor.sqrt()
+    weights, es = (torch.from_numpy(column).to(m.dtype).tolist() for column in schedule.terms(start))
+    for weight, e in zip(weights, es, strict=True):
+        moves += weight * (m / (root + max(e, torch.finfo(m.dtype).smallest_normal)))
+    return moves
+
+
+def _decayed(moment: Tensor, powers: Any) -> Tensor:
+    """The moment times a power of its beta, which may be too small for the moment's dtype. Infinity stays."""
+    power = torch.from_numpy(powers).to(moment.device).unsqueeze(1)
+    return torch.where(moment.isinf(), moment, (moment.double() * power).to(moment.dtype))
 
 
 def count_stale(since: Tensor, rows: Tensor, step: int) -> int:
