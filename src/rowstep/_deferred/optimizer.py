@@ -152,12 +152,14 @@ class DeferredAdam(RowOptimizer):
     @contextlib.contextmanager
     def up_to_date(self, param: Tensor) -> Iterator[Tensor]:
         """For reads of a whole table: inside the block every row of ``param`` is up to date, also after a step."""
-        self.flush(param)
-        self._kept_current[param] += 1
+        with self._lock:  # no step of another thread in between
+            self.flush(param)
+            self._kept_current[param] += 1
         try:
             yield param
         finally:
-            self._kept_current[param] -= 1
+            with self._lock:
+                self._kept_current[param] -= 1
 
     def bring_up_to_date(self, param: Tensor, ids: Tensor | None) -> None:
         """What attached modules call before they read: like :meth:`catch_up` or :meth:`flush`.
@@ -287,20 +289,23 @@ class DeferredAdam(RowOptimizer):
 
     def state_dict(self) -> StateDict:
         """The flushed state: torch.optim.Adam's own (or AdamW's), which loads there and here."""
-        self.flush()
-        return super().state_dict()
+        with self._lock:
+            self.flush()
+            return super().state_dict()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state dict of this class or of torch.optim.Adam or AdamW. What is outstanding is settled first."""
-        self.flush()
-        super().load_state_dict(state_dict)
+        with self._lock:
+            self.flush()
+            super().load_state_dict(state_dict)
 
     def _loaded(self, given: StateDict) -> None:
         self._tables.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        self.flush()
-        return super().__getstate__() | {"allow_stale": self.allow_stale, "_attached": self._attached}
+        with self._lock:
+            self.flush()
+            return super().__getstate__() | {"allow_stale": self.allow_stale, "_attached": self._attached}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
