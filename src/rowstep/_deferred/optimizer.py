@@ -23,6 +23,9 @@ from .._state import State, count_tensor, ensure_moments, set_count
 from .attach import attach, reads_rows, tables_of
 from .table import Options, StaleRowsError, Table, is_only_traced
 
+# A step's lr and weight decay.
+Rate = tuple[float | Tensor, float]
+
 _WAYS_OUT = (
     "read them through an nn.Embedding or nn.EmbeddingBag that is attached to this optimizer (give it the model, or "
     "call opt.attach(module)), or call opt.catch_up(param, ids) before you read them; "
@@ -199,7 +202,7 @@ class DeferredAdam(RowOptimizer):
         table = self._table_of(param, backend) or self._make_table(param, gradient.lead)
         if self.allow_stale:
             table.catch_up(gradient.rows, backend)
-        state, step = self.state[param], table.step + 1
+        state, step, rate = self.state[param], table.step + 1, _rate(group)
 
         def update(outcome: Outcome) -> None:
             rule = row_rule(
@@ -218,13 +221,13 @@ class DeferredAdam(RowOptimizer):
             backend.update(param, state, gradient, rule, outcome)
 
         def count(outcome: Outcome) -> None:
-            self._count(table, step, gradient.rows, group, backend)
+            self._count(table, step, gradient.rows, rate, backend)
 
         self._whole_or_not_at_all(update, count, is_empty=gradient.is_empty)
 
-    def _count(self, table: Table, step: int, rows: Tensor | None, group: Group, backend: Backend) -> None:
+    def _count(self, table: Table, step: int, rows: Tensor | None, rate: Rate, backend: Backend) -> None:
         """Note that the parameter has taken its ``step``-th step; a second call changes nothing more."""
-        table.advance(step, rows, group["lr"], group["weight_decay"], backend)
+        table.advance(step, rows, *rate, backend)
         set_count(table.state, step)
         if self._kept_current[table.param]:
             table.flush(backend)
@@ -233,18 +236,22 @@ class DeferredAdam(RowOptimizer):
         tables = [table for param, _ in items if (table := self._table_of(param, backend)) is not None]
         for table in tables:
             table.flush(backend)
+        rate = _rate(group)
 
         def count() -> None:
             for table in tables:
                 if int(table.state["step"]) > table.step:
-                    self._count(table, table.step + 1, None, group, backend)
+                    self._count(table, table.step + 1, None, rate, backend)
 
+        self._unfinished = count
         try:
             super()._step_dense(items, group, backend)
             count()
         except BaseException:
             count()
+            self._unfinished = None
             raise
+        self._unfinished = None
 
     def _make_table(self, param: Tensor, lead: tuple[int, ...]) -> Table:
         """Begin to defer: every row is up to date now, with the steps that the parameter has taken so far."""
@@ -367,6 +374,12 @@ def _ensure_maximum(state: State, param: Tensor, group: Group) -> None:
 def _options(group: Group) -> Options:
     beta1, beta2 = group["betas"]
     return (float(beta1), float(beta2)), group["eps"], group["amsgrad"]
+
+
+def _rate(group: Group) -> Rate:
+    """What a step is counted with, even if it is counted late: a schedule may have changed the group by then."""
+    lr = group["lr"]
+    return lr.clone() if isinstance(lr, Tensor) else lr, group["weight_decay"]
 
 
 def _check_decay(group: Mapping[str, Any]) -> None:
