@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from gradients import rows_of, same_bits, sparse, step_with
-from rowstep import SparseAdam
+from rowstep import DeferredAdam, SparseAdam
 
 LIMIT = 2**31
 NEEDED = 12 << 30
@@ -69,3 +70,36 @@ def test_elements_beyond_two_to_the_31(sparse_dim: int) -> None:
     assert moved.tolist() == expected
     assert large[last, 1].item() == pytest.approx(0.75)
     assert (large[:16] == 1).all()
+
+
+@pytest.fixture
+def mapped(tmp_path: Path) -> Tensor:
+    """A table of more than 2^31 elements in a file with holes, which takes no place on the disk until it is written."""
+    columns = 4096
+    path, rows = tmp_path / "table", LIMIT // columns + 3
+    with path.open("wb") as file:
+        file.truncate(rows * columns * 2)
+    return torch.from_file(str(path), shared=True, size=rows * columns, dtype=torch.bfloat16).view(rows, columns)
+
+
+@pytest.mark.parametrize("cls", [SparseAdam, DeferredAdam])
+def test_a_table_in_a_file_with_holes(mapped: Tensor, cls: type[SparseAdam | DeferredAdam]) -> None:
+    torch.set_num_threads(2)
+    last = len(mapped) - 1
+    rows = torch.tensor([0, 1, last - 3, last - 2, last - 1, last])
+    large, small = Parameter(mapped), Parameter(torch.zeros(6, mapped.shape[1], dtype=torch.bfloat16))
+    optimizers = [(large, cls([large], lr=0.1), rows), (small, cls([small], lr=0.1), torch.arange(6))]
+    for touched in ([5, 2, 3, 5], [5, 4], [0, 2, 4, 4], [5]):
+        values = rows_of(small, touched)._values()
+        for param, optimizer, names in optimizers:
+            if isinstance(optimizer, DeferredAdam):
+                optimizer.catch_up(param, names[touched])
+            step_with(optimizer, param, rows_of(param, names[touched], values))
+    for param, optimizer, names in optimizers:
+        if isinstance(optimizer, DeferredAdam):
+            optimizer.catch_up(param, names)
+            optimizer._tables.clear()  # the half a million rows between need not be brought along in the end
+    assert same_bits(large[rows], small)
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert same_bits(*(optimizer.state[param][key][names] for param, optimizer, names in optimizers))
+    assert not large[2 : last - 3 : 997].any()

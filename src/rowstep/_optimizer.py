@@ -251,10 +251,11 @@ class RowOptimizer(Optimizer):
 
         Optimizers of sharded tables do so when they are made.
         """
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.requires_grad:
-                    allocate(self.state[param], param, amsgrad=group["amsgrad"])
+        with self._lock:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.requires_grad:
+                        allocate(self.state[param], param, amsgrad=group["amsgrad"])
 
     def _allocate_for_shards(self) -> None:
         if any(_shard.shard_of(param) is not None for param in self._all_params()):

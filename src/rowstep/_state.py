@@ -45,7 +45,13 @@ def zeros_like(param: Tensor) -> Tensor:
     byte_count = param.numel() * param.element_size()
     if not param.is_cpu or byte_count < _HUGE_FROM_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros_like(param, memory_format=torch.preserve_format)
-    memory = mmap.mmap(-1, byte_count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, byte_count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(
+            f"no memory for {byte_count} bytes of state of a parameter that is {described(param)} ({error}); expected "
+            "room for two or three times the parameter; free some, or use a smaller table or dtype"
+        ) from error
     with contextlib.suppress(OSError):  # a hint, and some systems are built without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     # Strides as preserve_format gives them: the parameter's own if it is dense, else contiguous.

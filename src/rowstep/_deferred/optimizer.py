@@ -23,6 +23,9 @@ from .._state import State, count_tensor, ensure_moments, set_count
 from .attach import attach, reads_rows, tables_of
 from .table import Options, StaleRowsError, Table, is_only_traced
 
+# A step's lr and weight decay.
+Rate = tuple[float | Tensor, float]
+
 _WAYS_OUT = (
     "read them through an nn.Embedding or nn.EmbeddingBag that is attached to this optimizer (give it the model, or "
     "call opt.attach(module)), or call opt.catch_up(param, ids) before you read them; "
@@ -152,12 +155,14 @@ class DeferredAdam(RowOptimizer):
     @contextlib.contextmanager
     def up_to_date(self, param: Tensor) -> Iterator[Tensor]:
         """For reads of a whole table: inside the block every row of ``param`` is up to date, also after a step."""
-        self.flush(param)
-        self._kept_current[param] += 1
+        with self._lock:  # no step of another thread in between
+            self.flush(param)
+            self._kept_current[param] += 1
         try:
             yield param
         finally:
-            self._kept_current[param] -= 1
+            with self._lock:
+                self._kept_current[param] -= 1
 
     def bring_up_to_date(self, param: Tensor, ids: Tensor | None) -> None:
         """What attached modules call before they read: like :meth:`catch_up` or :meth:`flush`.
@@ -197,7 +202,7 @@ class DeferredAdam(RowOptimizer):
         table = self._table_of(param, backend) or self._make_table(param, gradient.lead)
         if self.allow_stale:
             table.catch_up(gradient.rows, backend)
-        step = table.step + 1
+        step, rate = table.step + 1, _rate(group)
         operands = item.operands or admit(param, table.state, gradient, amsgrad=group["amsgrad"], counted=False)
 
         def update(outcome: Outcome) -> None:
@@ -217,13 +222,13 @@ class DeferredAdam(RowOptimizer):
             backend.update(operands, rule, outcome)
 
         def count(outcome: Outcome) -> None:
-            self._count(table, step, gradient.rows, group, backend)
+            self._count(table, step, gradient.rows, rate, backend)
 
         self._whole_or_not_at_all(update, count, is_empty=gradient.is_empty)
 
-    def _count(self, table: Table, step: int, rows: Tensor | None, group: Group, backend: Backend) -> None:
+    def _count(self, table: Table, step: int, rows: Tensor | None, rate: Rate, backend: Backend) -> None:
         """Note that the parameter has taken its ``step``-th step; a second call changes nothing more."""
-        table.advance(step, rows, group["lr"], group["weight_decay"], backend)
+        table.advance(step, rows, *rate, backend)
         set_count(table.state, step)
         if self._kept_current[table.param]:
             table.flush(backend)
@@ -232,18 +237,22 @@ class DeferredAdam(RowOptimizer):
         tables = [table for param, _ in items if (table := self._table_of(param, backend)) is not None]
         for table in tables:
             table.flush(backend)
+        rate = _rate(group)
 
         def count() -> None:
             for table in tables:
                 if int(table.state["step"]) > table.step:
-                    self._count(table, table.step + 1, None, group, backend)
+                    self._count(table, table.step + 1, None, rate, backend)
 
+        self._unfinished = count
         try:
             super()._step_dense(items, group, backend)
             count()
         except BaseException:
             count()
+            self._unfinished = None
             raise
+        self._unfinished = None
 
     def _make_table(self, param: Tensor, lead: tuple[int, ...]) -> Table:
         """Begin to defer: every row is up to date now, with the steps that the parameter has taken so far."""
@@ -288,20 +297,23 @@ class DeferredAdam(RowOptimizer):
 
     def state_dict(self) -> StateDict:
         """The flushed state: torch.optim.Adam's own (or AdamW's), which loads there and here."""
-        self.flush()
-        return super().state_dict()
+        with self._lock:
+            self.flush()
+            return super().state_dict()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state dict of this class or of torch.optim.Adam or AdamW. What is outstanding is settled first."""
-        self.flush()
-        super().load_state_dict(state_dict)
+        with self._lock:
+            self.flush()
+            super().load_state_dict(state_dict)
 
     def _loaded(self, given: StateDict) -> None:
         self._tables.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        self.flush()
-        return super().__getstate__() | {"allow_stale": self.allow_stale, "_attached": self._attached}
+        with self._lock:
+            self.flush()
+            return super().__getstate__() | {"allow_stale": self.allow_stale, "_attached": self._attached}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -363,6 +375,12 @@ def _ensure_maximum(state: State, param: Tensor, group: Group) -> None:
 def _options(group: Group) -> Options:
     beta1, beta2 = group["betas"]
     return (float(beta1), float(beta2)), group["eps"], group["amsgrad"]
+
+
+def _rate(group: Group) -> Rate:
+    """What a step is counted with, even if it is counted late: a schedule may have changed the group by then."""
+    lr = group["lr"]
+    return lr.clone() if isinstance(lr, Tensor) else lr, group["weight_decay"]
 
 
 def _check_decay(group: Mapping[str, Any]) -> None:

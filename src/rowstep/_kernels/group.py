@@ -8,7 +8,11 @@ rows take 0.4 ms; ids that come sorted are not sorted again.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numba.np import arrayobj
 
 from .bits import INNER, ids_at
 from .cache import kernel
@@ -59,6 +63,26 @@ def split(rows, row_bits, parts, bounds):
         bounds[1, rest] = seen + rest
 
 
+@intrinsic
+def _counters(typing_context):
+    """A counter for each digit, on the stack: 32 KB.
+
+    A part of the work must not run out of memory. On a thread of the pool nobody would hear of it, and the other parts
+    would have been updated.
+    """
+    result = types.Array(types.int64, 1, "C")
+
+    def codegen(context, builder, signature, arguments):
+        counters = context.make_array(result)(context, builder)
+        memory = cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(64), 1 << _DIGIT_BITS))
+        pointer = builder.bitcast(memory, counters.data.type)
+        size, item = (context.get_constant(types.intp, number) for number in (1 << _DIGIT_BITS, 8))
+        arrayobj.populate_array(counters, pointer, [size], [item], item, None)
+        return counters._getvalue()
+
+    return result(), codegen
+
+
 @njit(**INNER)
 def group(rows, low, high, shift, row_bits, keys, spare):
     """Fill ``keys`` with the occurrences of the rows low..high-1, ascending by row, then by position; return how many.
@@ -83,9 +107,9 @@ def group(rows, low, high, shift, row_bits, keys, spare):
             for position in range(count):  # a slice assignment would compile 2 s of error messages about shapes
                 keys[position] = spare[position]
         return count
-    counts = np.empty(1 << width, np.int64)
+    counts = _counters()
     for digit in range(passes):
-        _sort_by_digit(source, target, count, np.uint64(shift + digit * width), counts)
+        _sort_by_digit(source, target, count, np.uint64(shift + digit * width), counts[: 1 << width])
         source, target = target, source
     return count
 

@@ -1,0 +1,182 @@
+"""The updates once more, on memory with inaccessible neighbours: a program, since a mistake would end it.
+
+    python guarded_updates.py {updates|deferred|arrays|overrun}
+
+Each case's name is printed before it runs, so that the last one tells what was wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import importlib
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deferred_cases import LONG
+from guard_pages import Guard, GuardedNumpy
+from rowstep import arrays
+from rowstep._backends import Outcome, admit
+from rowstep._gradient import RowGradient
+from rowstep._rule import Rule
+from rowstep._schedule import Schedule
+from rowstep._state import State
+
+# As Any: what is replaced in them is not for others to see.
+compiled: Any = importlib.import_module("rowstep._backends.numba")
+compiled_arrays: Any = importlib.import_module("rowstep.arrays._compiled")
+launch: Any = importlib.import_module("rowstep._kernels.launch")
+
+WIDTHS = range(1, 71) if LONG else (1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 70)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+ROWS = 41
+
+RULE = Rule(0.9, 0.999, 1e-8, 0.1)
+ALL_OPTIONS = Rule(0.9, 0.999, 1e-8, 0.1, True, None, 0.1, True, True, False, True)
+RULES = [RULE, ALL_OPTIONS]
+if LONG:
+    RULES = [
+        Rule(0.9, 0.999, 1e-8, 0.1, maximize, shrink, decay, amsgrad, per_row, corrected, skip)
+        for maximize, amsgrad, skip in itertools.product((False, True), repeat=3)
+        for shrink, decay in ((None, None), (0.9, None), (None, 0.1))
+        for per_row, corrected in ((False, False), (True, False), (True, True))
+    ]
+
+
+class Operands:
+    """A table, its state and a gradient, on memory of this guard or, without one, anywhere."""
+
+    def __init__(self, guard: Guard | None, width: int, dtype: torch.dtype, rows: Tensor) -> None:
+        place: Callable[[Tensor], Tensor] = torch.clone if guard is None else guard.like
+        torch.manual_seed(width)
+        self.param = place(torch.randn(ROWS, width).to(dtype))
+        self.state: State = {"exp_avg": place(torch.randn(ROWS, width).to(dtype))}
+        for key in ("exp_avg_sq", "max_exp_avg_sq"):
+            self.state[key] = place(torch.rand(ROWS, width).to(dtype))
+        self.state["row_step"] = place(torch.ones(ROWS, dtype=torch.int64))
+        self.since = place(torch.zeros(ROWS, dtype=torch.int32))
+        self.rows = place(rows)
+        values = place(torch.randn(len(rows), width).to(dtype))
+        self.gradient = RowGradient(self.rows, values, (ROWS,), ROWS, width)
+
+    def assert_same(self, other: Operands) -> None:
+        for key, value in ({"param": self.param, "since": self.since} | self.state).items():
+            expected = getattr(other, key, None)
+            assert torch.equal(value, other.state[key] if expected is None else expected), key
+
+
+def ids() -> list[Tensor]:
+    """Row numbers: the ends of the table, duplicates, one alone, sorted and not."""
+    last = ROWS - 1
+    return [
+        torch.tensor([last, 0, last, 5, 5, 0, last]),
+        torch.tensor([last]),
+        torch.arange(ROWS),
+        torch.randint(ROWS, (70,)),
+    ]
+
+
+_guard = Guard("end")
+
+
+def cases(first: Iterable[Any], second: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Each of ``first`` with each of ``second``, at both edges and on one and two threads.
+
+    Every pair is a kernel to compile. Unless there is time, only float32 meets all of ``second``.
+    """
+    global _guard
+    pairs = [(one, two) for one in first for two in (second if LONG or "float32" in str(one) else second[:1])]
+    for edge, threads, case in itertools.product(("end", "start"), (1, 2), pairs):
+        torch.set_num_threads(threads)
+        compiled.PARALLEL_FROM_BYTES = 0 if threads > 1 else math.inf
+        compiled_arrays.PARALLEL_FROM_BYTES = compiled.PARALLEL_FROM_BYTES
+        print(edge, threads, *case, flush=True)
+        _guard = Guard(edge)
+        launch.workspace = compiled.workspace = compiled_arrays.workspace = launch.Workspace()
+        yield case
+        _guard.close()
+
+
+def updates() -> None:
+    for dtype, rule in cases(DTYPES, RULES):
+        for width, rows in itertools.product(WIDTHS, ids()):
+            plain, guarded = Operands(None, width, dtype, rows), Operands(_guard, width, dtype, rows)
+            for each in (plain, guarded):
+                operands = admit(each.param, each.state, each.gradient, amsgrad=rule.amsgrad, counted=rule.per_row)
+                assert operands.are_addressable
+                compiled.update(operands, rule, Outcome())
+            guarded.assert_same(plain)
+            assert compiled.first_outside(guarded.rows, ROWS) is None
+    for dtype, power in cases(DTYPES, (2.0, math.inf, 3.0)):
+        for width, rows in itertools.product(WIDTHS, ids()):
+            gradients = [Operands(guard, width, dtype, rows).gradient for guard in (None, _guard)]
+            assert len({compiled.norm(gradient, power) for gradient in gradients}) == 1
+            assert not compiled.has_nonfinite(gradients[1])
+
+
+def schedule(*, amsgrad: bool) -> Schedule:
+    made = Schedule((0.9, 0.999), 1e-8, amsgrad=amsgrad, step=0, tolerance=1e-9)
+    for _ in range(3):
+        made.advance(0.1, 0.01)
+    for name, value in vars(made).items():
+        if isinstance(value, np.ndarray):
+            setattr(made, name, _guard.array(value))
+    return made
+
+
+def deferred() -> None:
+    for dtype, amsgrad in cases(DTYPES, (False, True)):
+        coefficients = schedule(amsgrad=amsgrad)
+        for width, rows in itertools.product(WIDTHS, ids()):
+            plain, guarded = Operands(None, width, dtype, rows), Operands(_guard, width, dtype, rows)
+            if width % 2:  # small second moments: the sum goes term by term
+                for each in (plain, guarded):
+                    each.state["exp_avg_sq"].mul_(1e-6)
+                    each.state["max_exp_avg_sq"].mul_(1e-6)
+            for each in (plain, guarded):
+                compiled.catch_up(each.param, each.state, each.since, coefficients, each.rows)
+                compiled.catch_up(each.param, each.state, each.since, coefficients, range(7, ROWS))
+                compiled.mark(each.since, each.rows, 9)
+            guarded.assert_same(plain)
+            assert compiled.count_stale(guarded.since, guarded.rows, 9) == 0
+            assert compiled.count_stale(guarded.since, guarded.rows, 8) == len(rows)
+
+
+def numpy_arrays() -> None:
+    for dtype, weight_decay in cases(("float16", "float32", "float64"), (0.0, 0.1)):
+        for width, rows in itertools.product(WIDTHS, ids()):
+            rng = np.random.default_rng(width)
+            numbers = rows.numpy()
+            operands = [rng.normal(size=(count, width)).astype(dtype) for count in (ROWS, ROWS, len(rows))]
+            results = []
+            for place in (copy.copy, _guard.array):
+                param, whole, some = map(place, operands)
+                optimizer = arrays.Adam(weight_decay=weight_decay)
+                optimizer.step("a", param, whole)
+                moments = optimizer._moments["a"]
+                optimizer._moments["a"] = type(moments)(*map(place, moments))
+                optimizer.step("a", param, whole)
+                optimizer.step_rows("a", param, place(numbers), some)
+                results.append(param)
+            assert np.array_equal(*results)
+
+
+def overrun() -> None:
+    """A program that does what no kernel may: it shows that the others would be found out."""
+    tensor = Guard(sys.argv[2]).zeros((3, 5), torch.float32)
+    tensor.sum()
+    beyond = tensor.nbytes if sys.argv[2] == "end" else -1
+    ctypes.string_at(tensor.data_ptr() + beyond, 1)
+
+
+if __name__ == "__main__":
+    launch.np = GuardedNumpy(lambda: _guard)
+    {"updates": updates, "deferred": deferred, "arrays": numpy_arrays, "overrun": overrun}[sys.argv[1]]()
+    print("all held")
