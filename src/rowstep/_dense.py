@@ -123,13 +123,13 @@ def _call_torch(items: list[_Operands], group: Mapping[str, Any], *, fused: bool
         [state["step"] for state in states],
         foreach=None if fused else False,
         fused=fused,
-        amsgrad=group["amsgrad"],
+        amsgrad=bool(group["amsgrad"]),
         beta1=float(group["betas"][0]),
         beta2=float(group["betas"][1]),
         lr=group["lr"],
         weight_decay=group["weight_decay"],
         eps=group["eps"],
-        maximize=group["maximize"],
+        maximize=bool(group["maximize"]),
         decoupled_weight_decay=group["decoupled_weight_decay"],
     )
 

@@ -6,6 +6,7 @@ refused as a whole, with the reason, before anything of the optimizer has change
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import StateDict
 
-from ._state import FLOATS, MOMENTS, State, described, largest_count, miscount
+from ._memory import has_memory, span
+from ._state import MOMENTS, State, described, largest_count, miscount, missing, moment_flaw
 
 
 def check_structure(state_dict: Any) -> None:
@@ -27,16 +29,22 @@ def check_structure(state_dict: Any) -> None:
     if not isinstance(groups, Sequence) or not all(isinstance(group, Mapping) for group in groups):
         raise ValueError(f"'param_groups' is {_kind(groups)}; expected a list of dicts")
     for index, group in enumerate(groups):
-        if not isinstance(group.get("params"), (list, tuple)):
-            raise ValueError(f"group {index} has params {group.get('params')!r}; expected a list of parameter numbers")
+        _check_numbers(group, index)
+
+
+def _check_numbers(group: Mapping[str, Any], index: int) -> None:
+    numbers, names = group.get("params"), group.get("param_names")
+    if not isinstance(numbers, (list, tuple)) or not all(isinstance(number, (int, str)) for number in numbers):
+        raise ValueError(f"group {index} has params {reprlib.repr(numbers)}; expected a list of parameter numbers")
+    if "param_names" in group and (not isinstance(names, (list, tuple)) or len(names) != len(numbers)):
+        raise ValueError(f"group {index} has param_names {reprlib.repr(names)}; expected a name for each parameter")
 
 
 def check_states(state_dict: StateDict, params: Sequence[Tensor]) -> None:
     """Raise unless every state of a well-formed state dict can be that of the parameter it will be loaded for."""
     weights: list[_Piece] = []
     moments: list[_Piece] = []
-    # As a dict: a parameter may be listed twice. If there are more or fewer of them, torch complains.
-    for number, param in dict(zip(_numbers(state_dict), params, strict=False)).items():
+    for number, param in _param_of_each_number(state_dict, params).items():
         state = state_dict["state"].get(number, {})
         if reason := _flaw(state, param):
             raise ValueError(f"the loaded state of parameter {number}: {reason}")
@@ -86,15 +94,25 @@ def row_counts(state_dict: StateDict, params: Sequence[Tensor]) -> Iterator[tupl
             yield param, counts.to(device=param.device, dtype=torch.int64, copy=True)
 
 
+def _param_of_each_number(state_dict: StateDict, params: Sequence[Tensor]) -> dict[Any, Tensor]:
+    """A parameter may be listed twice, but a number stands for one. If there are more or fewer, torch complains."""
+    found: dict[Any, Tensor] = {}
+    for number, param in zip(_numbers(state_dict), params, strict=False):
+        if found.setdefault(number, param) is not param:
+            raise ValueError(f"the loaded groups list parameter {number!r} twice; expected a number for each parameter")
+    return found
+
+
 def _numbers(state_dict: StateDict) -> list[Any]:
     return [number for group in state_dict["param_groups"] for number in group["params"]]
 
 
 def _flaw(state: State, param: Tensor) -> str | None:
-    if "exp_avg" in state:
-        for key in ("step", "exp_avg_sq"):
-            if key not in state:
-                return f"it has 'exp_avg' but no {key!r}; expected both"
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.layout == torch.strided and value.is_cpu and not has_memory(value):
+            return f"the storage of {key!r} is smaller than its shape {tuple(value.shape)} needs; expected all of it"
+    if reason := missing(state):
+        return f"it {reason}"
     for key in MOMENTS:
         if key in state and (reason := _moment_flaw(state[key], param)):
             return f"{key!r} is {described(state[key])}; expected {reason}"
@@ -104,15 +122,11 @@ def _flaw(state: State, param: Tensor) -> str | None:
 
 
 def _moment_flaw(moment: object, param: Tensor) -> str | None:
-    if not isinstance(moment, Tensor) or moment.layout != torch.strided or moment.is_meta:
-        return "a dense tensor"
-    if moment.shape != param.shape:
+    if isinstance(moment, Tensor) and moment.is_meta and not param.is_meta:
+        return "numbers"
+    if isinstance(moment, Tensor) and moment.shape != param.shape:
         return f"the parameter's shape, {tuple(param.shape)}"
-    if moment.dtype not in FLOATS:
-        return "floating-point numbers of 16, 32 or 64 bits"
-    if any(stride == 0 and size > 1 for size, stride in zip(moment.shape, moment.stride(), strict=True)):
-        return "memory for each of its numbers"
-    return None
+    return moment_flaw(moment)
 
 
 def _counts_flaw(counts: object, param: Tensor) -> str | None:
@@ -120,12 +134,13 @@ def _counts_flaw(counts: object, param: Tensor) -> str | None:
         return "a dense tensor"
     if counts.shape != param.shape[: counts.dim()]:
         return f"leading dimensions of {tuple(param.shape)}"
-    if counts.dtype == torch.bool or counts.is_complex():
+    if counts.dtype in (torch.bool, torch.uint16, torch.uint32, torch.uint64) or counts.is_complex():
         return "whole numbers"
     # torch's classes cast counts to the parameter's dtype, which has every whole number up to some bound only.
-    bound = largest_count(counts.dtype) if counts.is_floating_point() else 1 << 53
-    if counts.numel() and not bool(((counts >= 0) & (counts < bound) & (counts == counts.to(torch.int64))).all()):
-        return f"whole numbers from 0 to {bound:.0f}, which this dtype tells apart"
+    bound = int(largest_count(counts.dtype)) if counts.is_floating_point() else 1 << 53
+    whole = counts.to(torch.int64)  # what is not finite becomes something else; and int32 cannot compare with 2^53
+    if not bool(((whole >= 0) & (whole < bound) & (whole == counts)).all()):
+        return f"whole numbers from 0 to {bound}, which this dtype tells apart"
     return None
 
 
@@ -135,7 +150,7 @@ _Piece = tuple[int, int, str]
 
 def _memory(name: str, tensor: Tensor) -> list[_Piece]:
     """Where a tensor lies, if it lies in one piece of this machine's memory."""
-    if type(tensor) not in (Tensor, Parameter) or not tensor.is_cpu or not tensor.is_contiguous():
+    if type(tensor) not in (Tensor, Parameter) or not tensor.is_cpu or span(tensor) != tensor.numel():
         return []
     start = tensor.data_ptr()
     return [(start, start + tensor.nbytes, name)] if tensor.nbytes else []

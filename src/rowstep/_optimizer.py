@@ -294,6 +294,9 @@ class RowOptimizer(Optimizer):
             for own, group in zip(own_groups, self.param_groups, strict=True):
                 for key, value in own.items():
                     group.setdefault(key, value)
+            for state in self.state.values():
+                if isinstance(state.get("step"), Tensor):  # of its own: it is counted up in place
+                    state["step"] = state["step"].clone()
             self._loaded(given)
             self._allocate_for_shards()  # what was not in there has to be there for the next checkpoint
 

@@ -29,30 +29,44 @@ def check_learning_rate(lr: float | Tensor, *, zero_allowed: bool, where: str = 
         raise ValueError(f"Tensor lr must be 1-element{where}, but has {lr.numel()} elements")
     if not _is_finite(lr) or not (lr >= 0 if zero_allowed else lr > 0):
         bound = ">= 0" if zero_allowed else "> 0"
-        raise ValueError(f"Invalid learning rate: {lr}{where}; expected a finite number {bound}")
+        raise ValueError(f"Invalid learning rate: {_shown(lr)}{where}; expected a finite number {bound}")
 
 
 def check_group(group: Mapping[str, Any], where: str = "") -> None:
     """Everything in a group but its lr; ``where`` names the group in the message."""
     eps, betas, weight_decay = group["eps"], group["betas"], group["weight_decay"]
-    if not (_is_finite(eps) and eps > 0):
-        raise ValueError(f"Invalid epsilon value: {eps}{where}; expected a finite number > 0")
-    if not hasattr(betas, "__len__") or len(betas) != 2:
+    if isinstance(eps, Tensor) or not (_is_finite(eps) and eps > 0):
+        raise ValueError(f"Invalid epsilon value: {_shown(eps)}{where}; expected a finite number > 0")
+    if not isinstance(betas, Sequence) or len(betas) != 2:
         raise ValueError(f"Invalid betas: {betas}{where}; expected two numbers in [0, 1)")
     for index, beta in enumerate(betas):
         if not (_is_finite(beta) and 0.0 <= beta < 1.0):
-            raise ValueError(f"Invalid beta parameter at index {index}: {beta}{where}; expected a number in [0, 1)")
-    if not (_is_finite(weight_decay) and weight_decay >= 0):
-        raise ValueError(f"Invalid weight_decay value: {weight_decay}{where}; expected a finite number >= 0")
+            raise ValueError(
+                f"Invalid beta parameter at index {index}: {_shown(beta)}{where}; expected a number in [0, 1)"
+            )
+    if isinstance(weight_decay, Tensor) or not (_is_finite(weight_decay) and weight_decay >= 0):
+        raise ValueError(f"Invalid weight_decay value: {_shown(weight_decay)}{where}; expected a finite number >= 0")
     for name, choices in CHOICES.items():
-        if name in group and group[name] not in choices:
+        if name in group and (isinstance(group[name], (Tensor, float)) or group[name] not in choices):
             expected = " or ".join(map(repr, choices))
             raise ValueError(f"Invalid {name}: {group[name]!r}{where}; expected {expected}")
 
 
 def _is_finite(value: object) -> bool:
     """Whether this is a finite number, or a Tensor of one."""
-    return isinstance(value, (Real, Tensor)) and math.isfinite(value)
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_complex() or value.layout != torch.strided or value.is_meta:
+            return False
+        value = value.item()
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # an int beyond float64
+        return False
+
+
+def _shown(value: object) -> str:
+    """A number as messages show it; some Tensors have none to show."""
+    return repr(value) if isinstance(value, Tensor) and (value.is_meta or value.layout != torch.strided) else str(value)
 
 
 def check_layouts(groups: Sequence[Mapping[str, Any]], optimizer: str) -> None:
@@ -75,6 +89,7 @@ def check_layouts(groups: Sequence[Mapping[str, Any]], optimizer: str) -> None:
 def parameter_name(group: Mapping[str, Any], group_index: int, index: int) -> str:
     """How messages call a parameter: by its position, and by its name where the optimizer was given names."""
     name = f"parameter {index} of group {group_index}"
-    if "param_names" in group:
-        name += f" ({group['param_names'][index]!r})"
+    names = group.get("param_names")
+    if isinstance(names, (list, tuple)) and index < len(names):
+        name += f" ({names[index]!r})"
     return name

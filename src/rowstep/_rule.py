@@ -64,7 +64,7 @@ def row_rule(
     skip_nonfinite: bool = False,
 ) -> Rule:
     """The rule for a table's ``step``-th step under these options."""
-    beta1, beta2 = betas
+    beta1, beta2 = float(betas[0]), float(betas[1])  # torch takes Tensors of one number too
     rule = Rule(beta1, beta2, eps, 0.0, maximize, None, None, amsgrad, per_row, False, skip_nonfinite)
     if per_row:
         rule.step_size = float(lr)

@@ -60,7 +60,7 @@ class Shard:
         mesh = _mesh(self.group, local.device.type)
         return DTensor.from_local(local, mesh, [Cut(0)], run_check=False, shape=shape, stride=stride)
 
-    def order_of(self, constants: Tensor | None, value: object) -> RowOrder:
+    def order_of(self, constants: object, value: object) -> RowOrder:
         """The order of a loaded tensor, from the constants that came with it, if any.
 
         Blocks that came without are ours, since only we make them. Whole tables that came without were never sharded.
@@ -68,7 +68,7 @@ class Shard:
         from .distributed._plan import RowOrder
 
         if constants is not None:
-            return RowOrder(*constants.tolist())
+            return RowOrder.loaded(constants, self.order.rows)
         return self.order if _is_in_blocks(value) else RowOrder.by_id(self.order.rows)
 
     def as_local(self, value: Tensor, order: RowOrder) -> Tensor:

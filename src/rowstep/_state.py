@@ -16,10 +16,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import mmap
+import reprlib
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ._memory import has_memory, overlaps_itself
 
 State = dict[str, Any]
 
@@ -93,42 +96,72 @@ def ensure_row_steps(state: State, lead: tuple[int, ...]) -> None:
 
 def misfit(state: State, param: Tensor) -> str | None:
     """Why this state cannot belong to this parameter, or None."""
-    if "exp_avg" in state:
-        for key in ("step", "exp_avg_sq"):
-            if key not in state:
-                return f"its state has 'exp_avg' but no {key!r}; load a whole state, or clear it to begin anew"
+    if not ("exp_avg" in state and "exp_avg_sq" in state and "step" in state) and (reason := missing(state)):
+        return f"its state {reason}; load a whole state, or clear it to begin anew"
     shape, device = param.shape, param.device
+    owners = {param.data_ptr(): "of the weights", 0: "that was freed"} if param.is_cpu else {}
     for key in MOMENTS:
         if key in state:
             moment = state[key]
             if not isinstance(moment, Tensor) or moment.shape != shape or moment.device != device:
                 return f"its state {key!r} is {described(moment)}, the parameter is {described(param)}"
-            if moment.dtype not in FLOATS:
-                return f"its state {key!r} is {described(moment)}; expected {', '.join(map(str, FLOATS))}"
+            if reason := moment_flaw(moment):
+                return f"its state {key!r} is {described(moment)}; expected {reason}"
+            if owners and moment.numel() and (owner := owners.setdefault(moment.data_ptr(), key)) is not key:
+                return f"its state {key!r} lies in memory {owner}; expected memory of its own"
     if "row_step" in state:
         counts = state["row_step"]
         if not isinstance(counts, Tensor) or counts.shape != shape[: counts.dim()] or counts.device != device:
             return f"its state 'row_step' is {described(counts)}, the parameter is {described(param)}"
-        if counts.dtype != torch.int64:
-            return f"its state 'row_step' is {described(counts)}; expected int64"
+        if counts.dtype != torch.int64 or counts.layout != torch.strided:
+            return f"its state 'row_step' is {described(counts)}; expected a dense tensor of int64"
+        if counts.is_cpu and (not has_memory(counts) or overlaps_itself(counts)):
+            return f"its state 'row_step' is {described(counts)}; expected memory for each of its numbers"
     return miscount(state["step"]) if "step" in state else None
 
 
+def missing(state: State) -> str | None:
+    """What a state has without what belongs to it, or None."""
+    for key in MOMENTS:
+        if key in state:
+            for other in ("exp_avg", "exp_avg_sq", "step"):
+                if other not in state:
+                    return f"has {key!r} but no {other!r}; expected both"
+    return None
+
+
+def moment_flaw(moment: object) -> str | None:
+    """What a moment should be and this is not, or None."""
+    if not isinstance(moment, Tensor) or moment.layout != torch.strided:
+        return "a dense tensor"
+    if moment.dtype not in FLOATS:
+        return "floating-point numbers of 16, 32 or 64 bits"
+    return "memory for each of its numbers" if overlaps_itself(moment) else None
+
+
 def described(value: object) -> str:
-    """A tensor's shape, dtype and device, for messages."""
-    return f"{tuple(value.shape)} {value.dtype} on {value.device}" if isinstance(value, Tensor) else repr(value)
+    """What was found, for messages: of a tensor its shape, dtype and device, of anything else its beginning."""
+    if not isinstance(value, Tensor):
+        return reprlib.repr(value)
+    layout = "" if value.layout == torch.strided else f"{value.layout} "
+    return f"{tuple(value.shape)} {layout}{value.dtype} on {value.device}"
 
 
 def miscount(step: object) -> str | None:
     """Why this is no count of steps, or None. What lies on another device is not waited for."""
-    count = step
-    if isinstance(step, Tensor) and step.numel() == 1:
+    if type(step) is int and 0 <= step < _LARGEST_COUNT:  # by far the most frequent
+        return None
+    number: object = step
+    if isinstance(step, Tensor) and step.numel() == 1 and step.layout == torch.strided and not step.is_meta:
         if not step.is_cpu:
             return None
-        count = step.item()
-    if isinstance(count, (int, float)) and 0 <= count < _LARGEST_COUNT and count % 1 == 0:
+        number = step.item() if has_memory(step) else None
+    if isinstance(number, bool):  # a kind of int to Python
+        number = None
+    if isinstance(number, (int, float)) and 0 <= number < _LARGEST_COUNT and number == int(number):
         return None
-    return f"its state 'step' is {count}; expected a count of steps, a whole number from 0 to 2^53"
+    found = number if isinstance(number, (int, float)) else step
+    return f"its state 'step' is {described(found)}; expected a count of steps, a whole number from 0 to 2^53"
 
 
 def set_count(state: State, count: int) -> None:

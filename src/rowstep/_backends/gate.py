@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .._gradient import RowGradient
+from .._memory import has_memory
 from .._state import FLOATS, State, described
 
 _FLOATS = frozenset(FLOATS)
@@ -59,7 +60,7 @@ def admit_table(param: Tensor, state: State, lead: tuple[int, ...], *, amsgrad: 
         if counted:
             counts = state["row_step"]
             fits = fits and counts.is_cpu and counts.is_contiguous() and counts.shape == lead
-            fits = fits and counts.dtype == torch.int64 and _has_memory(counts)
+            fits = fits and counts.dtype == torch.int64 and has_memory(counts)
     except KeyError as missing:
         raise ValueError(f"its state has no {missing}; load a whole state, or clear it to begin anew") from None
     if not fits:
@@ -108,29 +109,15 @@ def _fits(tensor: Tensor, shape: torch.Size) -> bool:
         and tensor.is_contiguous()
         and tensor.shape == shape
         and tensor.dtype in _FLOATS
-        and _has_memory(tensor)
+        and has_memory(tensor)
     )
 
 
 def _refuse_lost_memory(name: str, tensor: Tensor) -> None:
-    if tensor.is_cpu and not _has_memory(tensor):
+    if tensor.is_cpu and not has_memory(tensor):
         raise ValueError(
             f"the storage of {name} is smaller than its shape {tuple(tensor.shape)} needs; it was freed or resized"
         )
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    """Whether the storage reaches as far as the tensor says it does."""
-    size = tensor.untyped_storage().nbytes()
-    if size == tensor.nbytes and tensor.storage_offset() == 0:  # by far the most frequent, and then it has no gaps
-        return True
-    elements = tensor.numel() if tensor.is_contiguous() else _span(tensor)
-    return size >= (tensor.storage_offset() + elements) * tensor.element_size()
-
-
-def _span(tensor: Tensor) -> int:
-    """How many elements lie between the first and the last, both included."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _explain(param: Tensor, state: State, lead: tuple[int, ...], *, amsgrad: bool, counted: bool) -> None:

@@ -187,15 +187,18 @@ class DeferredAdam(RowOptimizer):
         return Rows(param, rows_of_first_dimension(grad)) if grad.is_sparse else None
 
     def _check_gradient(self, param: Tensor, grad: Tensor, item: Rows | None, group: Group, backend: Backend) -> None:
+        moment = self.state.get(param, {}).get("exp_avg", grad)
+        if item is None and moment.dtype != grad.dtype:  # torch's Adam would find out in the middle of its step
+            raise TypeError(f"the gradient has dtype {grad.dtype}; expected that of its state, {moment.dtype}")
         table = self._table_of(param, backend)
-        if table is None or self.allow_stale:
+        if table is None:
             return
-        rows = item.gradient.rows if item is not None else by_first_dimension(grad).ne(0).any(dim=1).nonzero().view(-1)
-        stale = table.count_stale(rows, backend)
-        if stale:
-            raise StaleRowsError(
-                f"{stale} of the gradient's {len(rows)} rows were not up to date when they were read; {_WAYS_OUT}"
-            )
+        if not self.allow_stale:
+            _check_up_to_date(table, grad, item, backend)
+        if int(table.state["step"]) != table.step:
+            # Somebody has set the count: what waits ends with the old one, and this step goes on from the new.
+            table.flush(backend)
+            del self._tables[param]
 
     def _step_rows(self, item: Rows, group: Group, backend: Backend) -> None:
         param, gradient = item.param, item.gradient
@@ -269,9 +272,9 @@ class DeferredAdam(RowOptimizer):
         table = self._tables.get(param)
         if table is None:
             return None
-        if self.state.get(param) is not table.state:
-            # The state was cleared or replaced by hand. What waits, waits under the old one; of a table that has other
-            # rows now, nothing does.
+        if not table.is_of(self.state.get(param)):
+            # The state, or something in it, was cleared or replaced by hand. What waits, waits under the old one; of a
+            # table that has other rows now, nothing does.
             if param.shape[:1] == table.lead:
                 table.flush(backend)
         elif (
@@ -301,13 +304,10 @@ class DeferredAdam(RowOptimizer):
             self.flush()
             return super().state_dict()
 
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load a state dict of this class or of torch.optim.Adam or AdamW. What is outstanding is settled first."""
-        with self._lock:
-            self.flush()
-            super().load_state_dict(state_dict)
-
     def _loaded(self, given: StateDict) -> None:
+        backend = _backends.chosen()
+        for param in list(self._tables):
+            self._table_of(param, backend)  # what waits under the state from before is settled, whatever was loaded
         self._tables.clear()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -358,6 +358,15 @@ def _flush_orphans(tables: Mapping[Tensor, Table]) -> None:
         for table in tables.values():
             with contextlib.suppress(ValueError):  # the table was replaced by another: nothing waits in that one
                 table.flush(reference)
+
+
+def _check_up_to_date(table: Table, grad: Tensor, item: Rows | None, backend: Backend) -> None:
+    rows = item.gradient.rows if item is not None else by_first_dimension(grad).ne(0).any(dim=1).nonzero().view(-1)
+    stale = table.count_stale(rows, backend)
+    if stale:
+        raise StaleRowsError(
+            f"{stale} of the gradient's {len(rows)} rows were not up to date when they were read; {_WAYS_OUT}"
+        )
 
 
 def _ensure_maximum(state: State, param: Tensor, group: Group) -> None:

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .._backends import Backend
 from .._schedule import Schedule
-from .._state import State
+from .._state import MOMENTS, State
 
 # How far, relative to a row's own deferred move, the series may be off before terms are added one by one.
 _TOLERANCE = {torch.float64: 1e-15}
@@ -43,6 +43,8 @@ class Table:
 
     def __init__(self, param: Tensor, state: State, lead: tuple[int, ...], options: Options, step: int) -> None:
         self.param, self.state, self.options = param, state, options
+        self._moments = {key: state[key] for key in MOMENTS if key in state}
+        """What rows wait under, whatever becomes of the state."""
         self.lead, self.row_count, self.dtype = lead, math.prod(lead), param.dtype
         betas, eps, amsgrad = options
         tolerance = _TOLERANCE.get(param.dtype, _TOLERANCE_BELOW_FLOAT64)
@@ -56,6 +58,10 @@ class Table:
         """How many steps this parameter has taken."""
         return self.schedule.origin + self.schedule.step
 
+    def is_of(self, state: State | None) -> bool:
+        """Whether this is the state under which rows wait, and nobody has replaced what is in it."""
+        return state is self.state and all(state.get(key) is moment for key, moment in self._moments.items())
+
     @property
     def is_full(self) -> bool:
         """Whether the notes per row are about to run out of numbers."""
@@ -67,13 +73,13 @@ class Table:
 
     def catch_up(self, rows: Tensor, backend: Backend) -> None:
         """Bring these rows up to date."""
-        backend.catch_up(self.param, self.state, self.since, self.schedule, rows)
+        backend.catch_up(self.param, self._moments, self.since, self.schedule, rows)
 
     def flush(self, backend: Backend) -> None:
         """Bring every row up to date."""
         if is_only_traced():
             return
-        backend.catch_up(self.param, self.state, self.since, self.schedule, range(self.row_count))
+        backend.catch_up(self.param, self._moments, self.since, self.schedule, range(self.row_count))
 
     def advance(
         self, step: int, rows: Tensor | None, lr: float | Tensor, weight_decay: float, backend: Backend
@@ -100,5 +106,5 @@ class Table:
         while self._swept < due:
             first = self._swept % self.row_count
             last = min(first + due - self._swept, self.row_count)
-            backend.catch_up(self.param, self.state, self.since, self.schedule, range(first, last))
+            backend.catch_up(self.param, self._moments, self.since, self.schedule, range(first, last))
             self._swept += last - first

@@ -54,6 +54,16 @@ class RowOrder(NamedTuple):
             multiplier += 1
         return cls(rows, multiplier, 0)
 
+    @classmethod
+    def loaded(cls, constants: object, rows: int) -> RowOrder:
+        """The order of a table of so many rows, from what a checkpoint says of it."""
+        if not isinstance(constants, Tensor) or constants.shape != (3,) or constants.dtype != torch.int64:
+            raise ValueError(f"the loaded order of the rows is {constants!r}; expected three numbers of int64")
+        order = cls(*constants.tolist())
+        if order.rows != rows or math.gcd(order.multiplier, rows) > 1 or min(order.multiplier, order.offset) < 0:
+            raise ValueError(f"the loaded order of the rows is {order}; expected one of {rows} rows")
+        return order
+
     def positions(self, ids: Tensor) -> Tensor:
         """Where these ids are in the order, as int64 whatever the ids are: a product of two int32 would not fit."""
         ids = ids.to(torch.int64)

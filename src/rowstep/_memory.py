@@ -1,0 +1,32 @@
+"""The memory under a tensor: whether all of it is there, and whether every number has a place of its own."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether the storage reaches as far as the tensor says it does."""
+    size = tensor.untyped_storage().nbytes()
+    if size == tensor.nbytes and tensor.storage_offset() == 0 and tensor.is_contiguous():  # by far the most frequent
+        return True
+    elements = tensor.numel() if tensor.is_contiguous() else span(tensor)
+    return size >= (tensor.storage_offset() + elements) * tensor.element_size()
+
+
+def span(tensor: Tensor) -> int:
+    """How many elements lie between the first and the last, both included."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether some of the numbers may lie on top of each other, as those of an expanded tensor do."""
+    if tensor.is_contiguous():
+        return False
+    reached = 0  # from its first number, how far the dimensions of smaller strides go
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reached:
+                return True
+            reached += (size - 1) * stride
+    return False
