@@ -23,7 +23,7 @@ from ._gradient import RowGradient, outside_message, row_gradient
 from ._loading import check_slots, check_states, check_structure, tidied
 from ._options import check_group, check_layouts, check_learning_rate, parameter_name
 from ._rows import Init
-from ._state import FLOATS, State, allocate, ensure_moments, miscount, misfit
+from ._state import FLOATS, State, allocate, ensure_moments, misfit
 
 Group = dict[str, Any]
 
@@ -174,12 +174,10 @@ class RowOptimizer(Optimizer):
 
     def _operands(self, item: Rows, state: State, group: Group) -> Operands | None:
         """The operands of an update, if all of the state is there; raise if what is there does not fit."""
-        if not self._has_all(item, state, group):
-            if reason := misfit(state, item.param):
-                raise ValueError(reason)
-            return None
-        if reason := miscount(state.get("step")):
+        if reason := misfit(state, item.param):
             raise ValueError(reason)
+        if not self._has_all(item, state, group):
+            return None
         return admit(
             item.param, state, item.gradient, amsgrad=group["amsgrad"], counted=group.get("bias_correction") == "row"
         )

@@ -66,7 +66,7 @@ def _is_finite(value: object) -> bool:
 
 def _shown(value: object) -> str:
     """A number as messages show it; some Tensors have none to show."""
-    return repr(value) if isinstance(value, Tensor) and (value.is_meta or value.layout != torch.strided) else str(value)
+    return repr(value) if isinstance(value, Tensor) and (value.is_meta or value.layout != torch.strided) else f"{value}"
 
 
 def check_layouts(groups: Sequence[Mapping[str, Any]], optimizer: str) -> None:
