@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-import torch
-
 from deferred_cases import LONG
 
 # Where an interrupt is tried: our own lines, and those of torch's functional Adam.
@@ -35,7 +33,6 @@ class Interrupter:
 
     def run(self, action: Callable[[], object]) -> bool:
         """Do it, and tell whether it was interrupted."""
-        recording = torch.is_grad_enabled()
         sys.settrace(self)
         try:
             action()
@@ -43,7 +40,6 @@ class Interrupter:
             return True
         finally:
             sys.settrace(None)
-            torch.set_grad_enabled(recording)  # at the last line of a `with torch.no_grad()` it would stay off
         return False
 
 

@@ -124,3 +124,15 @@ def test_a_signal_handler_may_save_tables_in_the_middle_of_a_step(name: str, mon
         assert_on_its_way(run, expected)
         run.step()
         assert_on_its_way(run, expected)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.usefixtures("backend")
+def test_a_step_leaves_no_inference_behind(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt where such a block ends would leave autograd off, so only a step inside of one enters another."""
+
+    def entered(mode: bool = True) -> None:
+        raise AssertionError("torch.inference_mode")
+
+    monkeypatch.setattr(torch, "inference_mode", entered)
+    Run(name)

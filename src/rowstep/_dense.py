@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from ._gradient import by_first_dimension
-from ._state import MOMENTS, State, count_tensor, largest_count
+from ._state import MOMENTS, State, count_tensor, largest_count, lasting
 
 # Per parameter: itself, its gradient, its state with moments.
 _Operands = tuple[Tensor, Tensor, State]
@@ -88,7 +88,7 @@ class _Canaries(threading.local):
         """One whose first moment is 0, and will not be once it has been stepped, whatever the betas."""
         key = like.device, like.dtype
         if key not in self._known:
-            with torch.inference_mode(False):
+            with lasting():
                 tensors = {name: like.new_zeros(1) for name in ("param", *MOMENTS)}
                 state: State = tensors | {"step": torch.zeros((), device=like.device)}
                 self._known[key] = state.pop("param"), like.new_full((1,), 1e4), state

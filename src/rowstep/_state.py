@@ -38,6 +38,14 @@ _LARGEST_COUNT = 1 << 53
 _HUGE_FROM_BYTES = 8 << 20
 
 
+def lasting() -> contextlib.AbstractContextManager[Any]:
+    """For tensors that outlive a block of inference, if this is one.
+
+    Elsewhere it does nothing. An interrupt that strikes where ``torch.inference_mode`` ends leaves autograd off.
+    """
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+
+
 def zeros_like(param: Tensor) -> Tensor:
     """Zeros with the parameter's shape, dtype and strides, on huge pages where the system has them.
 
@@ -105,7 +113,8 @@ def misfit(state: State, param: Tensor) -> str | None:
             moment = state[key]
             if not isinstance(moment, Tensor) or moment.shape != shape or moment.device != device:
                 return f"its state {key!r} is {described(moment)}, the parameter is {described(param)}"
-            if reason := moment_flaw(moment):
+            is_plain = moment.layout is torch.strided and moment.is_contiguous() and moment.dtype in FLOATS
+            if not is_plain and (reason := moment_flaw(moment)):
                 return f"its state {key!r} is {described(moment)}; expected {reason}"
             if owners and moment.numel() and (owner := owners.setdefault(moment.data_ptr(), key)) is not key:
                 return f"its state {key!r} lies in memory {owner}; expected memory of its own"

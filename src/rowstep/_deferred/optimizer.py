@@ -19,7 +19,7 @@ from .._gradient import by_first_dimension, outside_message, rows_of_first_dimen
 from .._optimizer import Group, RowOptimizer, Rows, Work
 from .._rule import row_rule
 from .._schedule import check_betas
-from .._state import State, count_tensor, ensure_moments, set_count
+from .._state import State, count_tensor, ensure_moments, lasting, set_count
 from .attach import attach, reads_rows, tables_of
 from .table import Options, StaleRowsError, Table, is_only_traced
 
@@ -260,7 +260,7 @@ class DeferredAdam(RowOptimizer):
     def _make_table(self, param: Tensor, lead: tuple[int, ...]) -> Table:
         """Begin to defer: every row is up to date now, with the steps that the parameter has taken so far."""
         group, state = self._group_of(param), self.state[param]
-        with torch.inference_mode(False):  # what is made here outlives a block of inference
+        with lasting():
             _ensure_maximum(state, param, group)
             if not isinstance(state["step"], Tensor):
                 state["step"] = count_tensor(state["step"])
