@@ -172,7 +172,7 @@ def step_is_refused_or_right(optimizer: Any, params: list[Parameter]) -> bool:
     if deferred:
         optimizer.flush()
     for (param, _, group), weights in zip(operands, expected, strict=True):
-        if max(group["eps"], group["weight_decay"]) < LARGE:
+        if max(float(group["lr"]), group["eps"], group["weight_decay"]) < LARGE:
             within = np.isfinite(weights) & (np.abs(weights) < LARGE)
             now = optimizer.state[param]
             atol = 1e-5 if now["exp_avg"].itemsize >= 4 and now["exp_avg_sq"].itemsize >= 4 else 1e-3
