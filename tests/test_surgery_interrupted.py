@@ -190,9 +190,16 @@ def test_a_table_that_is_kept_current_stays_so_when_surgery_fails() -> None:
         with pytest.raises(TypeError):
             case.optimizer.grow(case.weight, 2, lambda: None)  # type: ignore[arg-type, misc]
         case.train(IDS)
-        assert (case.optimizer._tables[case.weight].since == 3).all()
+        assert not waits(case)
         case.optimizer.grow(case.weight, 2)
         case.train(IDS)
-        assert (case.optimizer._tables[case.weight].since == 4).all()
+        assert not waits(case)
     case.train(IDS)
-    assert (case.optimizer._tables[case.weight].since < 5).any()
+    assert waits(case)
+
+
+def waits(case: Case) -> bool:
+    """Whether some row of the table is not up to date."""
+    assert isinstance(case.optimizer, DeferredAdamW)
+    table = case.optimizer._tables[case.weight]
+    return bool((table.since < table.schedule.step).any())
