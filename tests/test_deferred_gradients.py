@@ -252,3 +252,14 @@ def test_a_closure() -> None:
 
         twins.each(step)
     twins.assert_same()
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("sparse_dim", [0, 1, 2])
+def test_sixteen_bit_duplicates_are_summed_in_float32(sparse_dim: int) -> None:
+    param = nn.Parameter(torch.zeros(3, 2, dtype=torch.bfloat16))
+    optimizer = DeferredAdam([param], betas=(0.0, 0.5))  # the first moment is then the summed gradient
+    indices = torch.ones(2, 1000, dtype=torch.int64)[:sparse_dim]
+    values = torch.ones(1000, *param.shape[sparse_dim:], dtype=torch.bfloat16)
+    step_with(optimizer, param, sparse(indices, values, param.shape))
+    assert optimizer.state[param]["exp_avg"][1, 1] == 1000

@@ -166,3 +166,19 @@ def test_a_sixteen_bit_embedding_trains(dtype: torch.dtype) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] / 20
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_maximum_of_another_dtype_than_the_parameters() -> None:
+    """It was made while the parameter had that dtype, and a dense gradient comes after it has changed."""
+    param = table(4, 2)
+    optimizer = SparseAdam([param])
+    step_with(optimizer, param, torch.ones(4, 2))
+    param.data = param.data.double()
+    optimizer.param_groups[0]["amsgrad"] = True
+    step_with(optimizer, param, rows_of(param, [1]))
+    param.data = param.data.float()
+    before = param.detach().clone()
+    step_with(optimizer, param, torch.ones(4, 2))
+    assert int(optimizer.state[param]["step"]) == 3
+    assert (param < before).all()

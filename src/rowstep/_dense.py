@@ -60,7 +60,8 @@ def _can_fuse(param: Tensor, grad: Tensor, state: State) -> bool:
     return bool(
         param.is_contiguous() and grad.is_contiguous()
         and m.is_contiguous() and v.is_contiguous() and u.is_contiguous()
-        and grad.dtype == dtype and m.dtype == dtype and v.dtype == dtype and step.dtype == torch.float32
+        and grad.dtype == dtype and m.dtype == dtype and v.dtype == dtype and u.dtype == dtype
+        and step.dtype == torch.float32
     )  # fmt: skip
 
 

@@ -94,6 +94,8 @@ def rows_of_first_dimension(grad: Tensor) -> RowGradient:
     shape, sparse_dim = grad.shape, grad.sparse_dim()
     if sparse_dim == 1:
         return row_gradient(grad, shape)
+    if grad.dtype.itemsize < 4:  # torch sums duplicates in the dtype they have, and 16 bits are too few for that
+        grad = grad.to(torch.float32)
     if sparse_dim == 0:
         return all_rows(grad.to_dense(), tuple(shape[:1]))
     _flatten_indices(grad._indices(), shape[:sparse_dim])  # for its check: coalesce trusts the indices

@@ -17,7 +17,7 @@ from ._optimizer import Group, RowOptimizer, Rows, Work
 from ._options import CHOICES
 from ._row_steps import RowSteps, ensure_slot
 from ._rule import row_rule
-from ._state import State, ensure_moments
+from ._state import MOMENTS, State, ensure_moments
 
 
 class SparseAdam(RowOptimizer):
@@ -98,8 +98,8 @@ class SparseAdam(RowOptimizer):
             return Rows(param, nonzero_rows(grad))
         if group["bias_correction"] == "row" and self._row_steps.are_counted(param, state):
             return Rows(param, all_rows(grad, tuple(state["row_step"].shape)), as_dense=True)
-        moment = state.get("exp_avg", param)
-        if grad.dtype != param.dtype or moment.dtype != param.dtype:  # torch's Adam wants one dtype for all
+        dtypes = {state[key].dtype for key in MOMENTS if key in state}
+        if dtypes | {grad.dtype} != {param.dtype}:  # torch's Adam wants one dtype for all
             return Rows(param, all_rows(grad, tuple(param.shape[:1])), as_dense=True)
         return None
 
