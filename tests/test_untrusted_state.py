@@ -137,7 +137,7 @@ def test_a_moment_whose_memory_is_freed_is_refused_by_the_next_step(kind: Kind, 
 
 COUNTS_PER_ROW: dict[str, tuple[Tensor, str]] = {
     "bool": (torch.ones(6, dtype=torch.bool), "whole numbers"),
-    "float16": (torch.ones(6, dtype=torch.float16), "whole numbers"),
+    "float16 beyond its whole numbers": (torch.full((6,), 2048, dtype=torch.float16), "from 0 to 2048"),
     "complex": (torch.ones(6, dtype=torch.complex64), "whole numbers"),
     "negative": (torch.tensor([0, 1, -1, 0, 0, 0]), "from 0 to"),
     "negative int8": (torch.full((6,), -1, dtype=torch.int8), "from 0 to"),
