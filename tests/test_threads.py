@@ -261,15 +261,6 @@ def test_no_step_comes_between_a_flush_and_its_checkpoint(waiting: Trajectory) -
     waiting.assert_at_its_end()
 
 
-def test_no_step_comes_between_a_flush_and_a_load(waiting: Trajectory) -> None:
-    optimizer = waiting.optimizer
-    saved = copy.deepcopy(optimizer.state_dict())
-    meddler = Meddler(waiting)
-    optimizer.load_state_dict(saved)
-    meddler.leave()
-    waiting.assert_at_its_end()
-
-
 def test_no_step_comes_between_a_flush_and_what_is_pickled(waiting: Trajectory) -> None:
     meddler = Meddler(waiting)
     waiting.optimizer.__getstate__()
