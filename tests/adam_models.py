@@ -22,8 +22,8 @@ FLOAT64 = precision_of(torch.float64)
 
 # What DeferredAdam's coefficients may be off, relative to a row's deferred move.
 SERIES = {torch.float64: 1e-14, torch.float32: 1e-8, torch.bfloat16: 1e-8}
-# Momentum that is smaller than this is dropped while a row waits.
-DUST = 1e-30
+# Momentum below this share of eps may be dropped while a row waits.
+DUST_OF_EPS = 1e-24
 
 
 @dataclass
@@ -83,12 +83,6 @@ class TableModel:
         return "exp_avg" in self.slots
 
     @property
-    def maximum_differs(self) -> bool:
-        """Whether amsgrad's maximum alone has another dtype: torch's fused Adam, for dense gradients, then refuses."""
-        maximum = self.slots.get("max_exp_avg_sq")
-        return maximum is not None and maximum.dtype != self.dtype == self.state_dtype
-
-    @property
     def lacks_maximum(self) -> bool:
         """Whether amsgrad was switched on after the state was made: torch's Adam then knows no maximum."""
         return self.options["amsgrad"] and self.has_state and "max_exp_avg_sq" not in self.slots
@@ -110,7 +104,7 @@ class TableModel:
     @quiet
     def move(
         self, lead: tuple[int, ...], rows: Any, g: Rough, count: Any, *,
-        corrected_eps: bool, torchs: bool = False, stored: bool = True,
+        as_dense: bool, torchs: bool = False, stored: bool = True,
     ) -> None:  # fmt: skip
         """One Adam step of these rows with this gradient; ``count`` is the step, or a column of each row's own.
 
@@ -134,18 +128,21 @@ class TableModel:
         elif decay:
             g = g + p * decay
         m = m + (g - m) * (1 - beta1)
-        v = v * beta2 + g * g * (1 - beta2) if torchs else v + (g * g - v) * (1 - beta2)
+        v = v * beta2 + g * g * (1 - beta2) if as_dense else v + (g * g - v) * (1 - beta2)
         moments = {"exp_avg": m, "exp_avg_sq": v}
         if self.options["amsgrad"]:
             v = moments["max_exp_avg_sq"] = v.maximum(read("max_exp_avg_sq"))
         correction2 = self._correction(beta2, count).sqrt()
         step_size = (correction2 * lr / self._correction(beta1, count)).rounded(precision)
-        eps = (correction2 * self.options["eps"]).rounded(precision) if corrected_eps else self.options["eps"]
+        eps = (correction2 * self.options["eps"]).rounded(precision) if as_dense else self.options["eps"]
         move = m / (v.sqrt() + eps) * step_size
         if torchs:
             moments = {key: numbers.known_if_finite() for key, numbers in moments.items()}
         if not stored:
-            move, moments["exp_avg"] = move.blurred(0, SERIES[self.state_dtype]), m.blurred(DUST)
+            move, moments["exp_avg"] = (
+                move.blurred(0, SERIES[self.state_dtype]),
+                m.blurred(DUST_OF_EPS * self.options["eps"]),
+            )
         for key, numbers in (moments | {"p": p - move}).items():
             self.slots[key].write(lead, rows, numbers, stored=stored)
 
@@ -183,6 +180,11 @@ class SparseModel(TableModel):
 
     skipped = 0
 
+    @property
+    def counts_rows(self) -> bool:
+        """Whether rows have counts of their own. A slot of zeros is room for them."""
+        return self.row_steps is not None and bool(self.row_steps.any())
+
     def step(self, gradient: Gradient, *, torchs: bool = False) -> None:
         """One step; ``torchs`` is one that torch.optim.SparseAdam or Adam has taken."""
         options = self.options
@@ -195,21 +197,23 @@ class SparseModel(TableModel):
 
     def _step(self, gradient: Gradient) -> None:
         self.begin()
+        if self.options["bias_correction"] == "row" and self.row_steps is None:
+            self.row_steps = np.zeros(self.shape[:1], dtype=np.int64)
         dtype = widest(self.dtype, self.state_dtype, gradient.dtype)
         if gradient.is_sparse or self.options["force_sparse"]:
             lead, rows, sums = gradient.summed_rows(self.shape, dtype)
-            self._step_rows(lead, rows, sums, corrected_eps=False)
-        elif self.options["bias_correction"] == "row" and self.row_steps is not None:
+            self._step_rows(lead, rows, sums, as_dense=False)
+        elif self.options["bias_correction"] == "row" and self.counts_rows:
             lead = self.row_steps.shape
-            self._step_rows(lead, *gradient.all_rows(lead, dtype), corrected_eps=True)
+            self._step_rows(lead, *gradient.all_rows(lead, dtype), as_dense=True)
         elif {self.dtype, self.state_dtype, gradient.dtype} != {self.dtype}:
-            self._step_rows(self.shape[:1], *gradient.all_rows(self.shape[:1], dtype), corrected_eps=True)
+            self._step_rows(self.shape[:1], *gradient.all_rows(self.shape[:1], dtype), as_dense=True)
         else:
             self._step_dense(gradient)
 
-    def _step_rows(self, lead: tuple[int, ...], rows: Any, sums: Rough, *, corrected_eps: bool) -> None:
+    def _step_rows(self, lead: tuple[int, ...], rows: Any, sums: Rough, *, as_dense: bool) -> None:
         per_row = self.options["bias_correction"] == "row" and sums.value.size > 0
-        if per_row and self.row_steps is None:
+        if per_row and not self.counts_rows:
             seen = (as_rows(self.slots["exp_avg_sq"].value, lead) != 0).any(axis=1).reshape(lead)
             self.row_steps = np.where(seen, self.steps, 0).astype(np.int64)
         self.steps += 1
@@ -221,7 +225,7 @@ class SparseModel(TableModel):
         if per_row:
             self.row_steps.reshape(-1)[rows] += 1
             count = self.row_steps.reshape(-1)[rows][:, None]
-        self.move(lead, rows, sums, count, corrected_eps=corrected_eps)
+        self.move(lead, rows, sums, count, as_dense=as_dense)
 
     def _step_dense(self, gradient: Gradient) -> None:
         self.steps += 1
@@ -232,7 +236,7 @@ class SparseModel(TableModel):
             bad = self.nonfinite_rows(g)
             self.skipped += int(bad.sum())
             rows, g = rows[~bad], g.rows(~bad)
-        self.move(lead, rows, g, self.steps, corrected_eps=True, torchs=True)
+        self.move(lead, rows, g, self.steps, as_dense=True, torchs=True)
 
     def refusal(self, gradient: Gradient) -> type[Exception] | None:
         """The error that a step with this gradient must raise."""
@@ -241,7 +245,7 @@ class SparseModel(TableModel):
             lead, _, sums = gradient.summed_rows(self.shape, gradient.dtype)
         else:
             _, sums = gradient.all_rows(self.shape[:1], gradient.dtype)
-        counted = options["bias_correction"] == "row" and self.row_steps is not None
+        counted = options["bias_correction"] == "row" and self.counts_rows
         if counted and lead is not None and lead != self.row_steps.shape:
             return ValueError
         if options["nonfinite"] == "raise" and self.nonfinite_rows(sums).any():

@@ -34,7 +34,7 @@ class DenseModel(TableModel):
             self.flush()
             rows, g = gradient.all_rows(lead, self.dtype)
             g.precision = precision_of(self.dtype)
-            self.move(lead, rows, g, self.steps, corrected_eps=True, torchs=True)
+            self.move(lead, rows, g, self.steps, as_dense=True, torchs=True)
             return
         self.waits = True
         dtype = widest(self.dtype, self.state_dtype, gradient.dtype)
@@ -42,8 +42,8 @@ class DenseModel(TableModel):
         others = np.setdiff1d(np.arange(lead[0]), rows)
         nothing = np.zeros((len(others), g.value.shape[1]))
         rest = precision_of(widest(self.dtype, self.state_dtype))
-        self.move(lead, others, Rough(nothing, nothing, rest), self.steps, corrected_eps=True, stored=False)
-        self.move(lead, rows, g, self.steps, corrected_eps=True)
+        self.move(lead, others, Rough(nothing, nothing, rest), self.steps, as_dense=True, stored=False)
+        self.move(lead, rows, g, self.steps, as_dense=True)
         self.current[:] = False
         self.current[rows] = True
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from deferred_cases import LONG
 from guard_pages import Guard, GuardedNumpy
 from rowstep import arrays
-from rowstep._backends import Outcome, admit
+from rowstep._backends import Outcome, admit, admit_state
 from rowstep._gradient import RowGradient
 from rowstep._rule import Rule
 from rowstep._schedule import Schedule
@@ -114,8 +114,9 @@ def updates() -> None:
         for width, rows in shapes():
             plain, guarded = Operands(None, width, dtype, rows), Operands(_guard, width, dtype, rows)
             for each in (plain, guarded):
-                operands = admit(each.param, each.state, each.gradient, amsgrad=rule.amsgrad, counted=rule.per_row)
-                assert operands.are_addressable
+                at = admit_state(each.param, each.state)
+                operands = admit(each.param, each.state, each.gradient, at, amsgrad=rule.amsgrad, counted=rule.per_row)
+                assert operands.at is not None
                 compiled.update(operands, rule, Outcome())
             guarded.assert_same(plain)
             assert compiled.first_outside(guarded.rows, ROWS) is None

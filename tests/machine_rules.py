@@ -136,6 +136,9 @@ class Program(Machine):
     def copied(self) -> None:
         """Tell the models that everything was copied."""
 
+    def moved(self, index: int) -> None:
+        """Tell the model of a table that its module goes to another dtype."""
+
     def loaded(self, renewed: bool) -> None:
         """Tell the models that a state was loaded, perhaps by a new optimizer."""
         for model in self.models:
@@ -148,6 +151,7 @@ class Program(Machine):
         others = (F64, F32, BF16)
         found = {dtype: model.state_dtype if model.has_state else dtype for dtype in others}
         dtype = dice.choice([dtype for dtype in others if self.can_compile(name, dtype, found[dtype])])
+        self.moved(index)
         self.each(lambda side: side.module[index].to(dtype))
         model.slots["p"].cast(dtype)
 

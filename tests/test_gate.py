@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from deferred_cases import embedding
 from gradients import Snapshot, rows_of, sparse, step_with, table
 from rowstep import DeferredAdam, SparseAdam, clip_grad_norm_
-from rowstep._backends import Outcome, admit, chosen
+from rowstep._backends import Operands, Outcome, admit, admit_state, chosen
 from rowstep._gradient import RowGradient, row_gradient
 from rowstep._rule import Rule
 from rowstep._schedule import Schedule
@@ -24,7 +24,7 @@ LEAD, SHAPE = (6,), (6, 4)
 RULE = Rule(0.9, 0.999, 1e-8, 0.1, amsgrad=True, per_row=True)
 
 
-class Operands:
+class Given:
     """Everything that kernels take, right at first."""
 
     def __init__(self) -> None:
@@ -50,9 +50,14 @@ class Operands:
         return tensor
 
 
-ENTRIES: dict[str, tuple[Callable[[Operands], object], tuple[str, ...]]] = {
+def operands(given: Given) -> Operands:
+    at = admit_state(given.param, given.state)
+    return admit(given.param, given.state, given.gradient(), at, amsgrad=True, counted=True)
+
+
+ENTRIES: dict[str, tuple[Callable[[Given], object], tuple[str, ...]]] = {
     "update": (
-        lambda o: chosen().update(admit(o.param, o.state, o.gradient(), amsgrad=True, counted=True), RULE, Outcome()),
+        lambda o: chosen().update(operands(o), RULE, Outcome()),
         ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "row_step", "rows", "values"),
     ),
     "catch_up": (
@@ -115,12 +120,12 @@ CASES = [
 
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_what_is_right_passes(entry: str) -> None:
-    ENTRIES[entry][0](Operands())
+    ENTRIES[entry][0](Given())
 
 
 @pytest.mark.parametrize(("entry", "operand", "way"), CASES)
 def test_each_operand_wrong_in_each_way_is_an_error(entry: str, operand: str, way: Callable[[Tensor], Tensor]) -> None:
-    operands = Operands()
+    operands = Given()
     operands.set(operand, way(operands.get(operand)))
     with pytest.raises((TypeError, ValueError), match=r"expected|the parameter is|storage"):
         ENTRIES[entry][0](operands)
@@ -129,7 +134,7 @@ def test_each_operand_wrong_in_each_way_is_an_error(entry: str, operand: str, wa
 @pytest.mark.parametrize("operand", ["param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"])
 @pytest.mark.parametrize("entry", ["update", "catch_up", "flush"])
 def test_strides_and_offsets_of_their_own_are_no_error(entry: str, operand: str) -> None:
-    plain, strided = Operands(), Operands()
+    plain, strided = Given(), Given()
     for name in ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "values"):
         strided.set(name, plain.get(name).clone())
     wide = torch.zeros(7, 9)
@@ -143,7 +148,7 @@ def test_strides_and_offsets_of_their_own_are_no_error(entry: str, operand: str)
 
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "row_step"])
 def test_a_state_that_lacks_something_is_an_error(key: str) -> None:
-    operands = Operands()
+    operands = Given()
     del operands.state[key]
     with pytest.raises(ValueError, match=f"its state has no '{key}'; load a whole state, or clear it"):
         ENTRIES["update"][0](operands)

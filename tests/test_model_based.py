@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule, run_state_machine_as_test
 
 from adam_models import SparseModel
-from deferred_cases import LONG, only_long
+from deferred_cases import LONG
 from machine import BF16, F32, F64, FOR_ALL, FOR_PLAIN, FOR_TWO, LENGTH, SEEDS, Side
 from machine_rules import Program, which
 from random_gradients import DENSE, SPARSE, Gradient, Sketch, sketches
@@ -73,8 +73,6 @@ class SparseAdamRun(Program):
 
     def take(self, gradients: dict[int, Gradient]) -> None:
         """A step with these gradients, or the error that it must raise."""
-        if any(self.models[i].maximum_differs and not g.is_sparse for i, g in gradients.items()):
-            return
         refusals = [error for i, g in sorted(gradients.items()) if (error := self.models[i].refusal(g))]
         self.each(lambda side: side.give(gradients))
         if refusals:
@@ -108,17 +106,14 @@ class SparseAdamRun(Program):
 
     # Torch's classes
 
-    def can_visit(self) -> bool:
-        return self.can_load() and all(model.row_steps is None for model in self.models)
-
-    @precondition(can_visit)
+    @precondition(Program.can_load)
     @rule(sketch=sketches(SPARSE), takes_a_step=st.booleans())
     def reload_through_torchs_sparse_adam(self, sketch: Sketch, takes_a_step: bool) -> None:
         # With a Tensor for a count, which a dense step leaves, torch's SparseAdam corrects its bias in float32.
         count = self.sides[0].optimizer.state.get(self.sides[0].param(0), {}).get("step", 0)
         self.reload_through(torch.optim.SparseAdam, sketch, takes_a_step and not isinstance(count, torch.Tensor))
 
-    @precondition(can_visit)
+    @precondition(Program.can_load)
     @rule(sketch=sketches(DENSE), takes_a_step=st.booleans())
     def reload_through_torchs_adam(self, sketch: Sketch, takes_a_step: bool) -> None:
         self.reload_through(torch.optim.Adam, sketch, takes_a_step and not self.models[0].lacks_maximum)
@@ -132,7 +127,6 @@ class SparseAdamRun(Program):
         self.each(lambda side: self.visit(torchs, side, gradients))
 
 
-@only_long  # some seeds run for minutes with the code as it is: slow, or shrinking a failure
 @pytest.mark.parametrize("number", SEEDS)
 def test_any_history_is_the_models(number: int) -> None:
     run_state_machine_as_test(seed(number)(SparseAdamRun), settings=LENGTH)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deferred_cases import LONG, Twins, embedding, only_long
 from gradients import rows_of, table
 from rowstep import _schedule
-from rowstep._backends import Outcome, admit
+from rowstep._backends import Outcome, admit, admit_state
 from rowstep._backends import numba as compiled
 from rowstep._gradient import row_gradient
 from rowstep._rule import Rule
@@ -172,7 +172,8 @@ def test_parts_of_a_kernel_ask_for_no_memory() -> None:
     def allocations(ids: Tensor) -> int:
         gradient = row_gradient(rows_of(param, ids, 1.0), param.shape)
         before = runtime.rtsys.get_allocation_stats().alloc
-        compiled.update(admit(param, state, gradient, amsgrad=False, counted=False), rule, Outcome())
+        operands = admit(param, state, gradient, admit_state(param, state), amsgrad=False, counted=False)
+        compiled.update(operands, rule, Outcome())
         return int(runtime.rtsys.get_allocation_stats().alloc - before)
 
     runtime._nrt_python.memsys_enable_stats()

@@ -86,16 +86,16 @@ def nonzero_rows(grad: Tensor) -> RowGradient:
     return _over(rows, table.index_select(0, rows), grad.shape[:1])
 
 
-def rows_of_first_dimension(grad: Tensor) -> RowGradient:
+def rows_of_first_dimension(grad: Tensor, dtype: torch.dtype) -> RowGradient:
     """A sparse gradient as rows along the first dimension, whatever its sparse_dim. What it does not name is 0.
 
-    Only for updates in which a zero gradient and none are the same, as in dense Adam.
+    Only for updates in which a zero gradient and none are the same, as in dense Adam. Where duplicates have to be
+    summed here already, that is done in ``dtype``.
     """
     shape, sparse_dim = grad.shape, grad.sparse_dim()
     if sparse_dim == 1:
         return row_gradient(grad, shape)
-    if grad.dtype.itemsize < 4:  # torch sums duplicates in the dtype they have, and 16 bits are too few for that
-        grad = grad.to(torch.float32)
+    grad = grad.to(dtype)
     if sparse_dim == 0:
         return all_rows(grad.to_dense(), tuple(shape[:1]))
     _flatten_indices(grad._indices(), shape[:sparse_dim])  # for its check: coalesce trusts the indices

@@ -7,11 +7,15 @@ from torch import Tensor
 
 def has_memory(tensor: Tensor) -> bool:
     """Whether the storage reaches as far as the tensor says it does."""
-    size = tensor.untyped_storage().nbytes()
-    if size == tensor.nbytes and tensor.storage_offset() == 0 and tensor.is_contiguous():  # by far the most frequent
-        return True
-    elements = tensor.numel() if tensor.is_contiguous() else span(tensor)
-    return size >= (tensor.storage_offset() + elements) * tensor.element_size()
+    size, offset = tensor.untyped_storage().nbytes(), tensor.storage_offset()
+    if tensor.is_contiguous():
+        return size >= offset * tensor.itemsize + tensor.nbytes if offset else size >= tensor.nbytes
+    return size >= (offset + span(tensor)) * tensor.itemsize
+
+
+def lost_memory(name: str, tensor: Tensor) -> str:
+    """What to say of a tensor that has not."""
+    return f"the storage of {name} is smaller than its shape {tuple(tensor.shape)} needs; it was freed or resized"
 
 
 def span(tensor: Tensor) -> int:

@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
 from . import _backends, _dense, _rows, _shard
-from ._backends import Backend, Operands, Outcome, admit
+from ._backends import Addresses, Backend, Operands, Outcome, admit, admit_state
 from ._gradient import RowGradient, outside_message, row_gradient
 from ._loading import check_slots, check_states, check_structure, tidied
 from ._options import check_group, check_layouts, check_learning_rate, parameter_name
 from ._rows import Init
-from ._state import FLOATS, State, allocate, ensure_moments, misfit
+from ._state import FLOATS, State, allocate, ensure_moments, incomplete, misfit
 
 Group = dict[str, Any]
 
@@ -152,8 +152,9 @@ class RowOptimizer(Optimizer):
             try:
                 state = self.state.get(param, {})
                 _check_fit(param, grad)
-                if not grad.is_sparse and (reason := misfit(state, param)):
+                if reason := incomplete(state):
                     raise ValueError(reason)
+                at = admit_state(param, state)
                 item = self._as_rows(param, grad, state, group)
                 if item is None:
                     work.dense.append((param, grad))
@@ -162,7 +163,7 @@ class RowOptimizer(Optimizer):
                     if outside is not None:
                         raise IndexError(outside_message(outside, item.gradient.row_count))
                     work.rows.append(item)
-                    item.operands = self._operands(item, state, group)
+                    item.operands = self._operands(item, state, at, group)
                 self._check_gradient(param, grad, item, group, backend)
             except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as flaw:
                 raise type(flaw)(f"{parameter_name(group, group_index, index)}: {flaw}") from flaw
@@ -172,19 +173,12 @@ class RowOptimizer(Optimizer):
         """The gradient as rows, or None if it is one for torch's dense Adam."""
         return Rows(param, row_gradient(grad, param.shape)) if grad.is_sparse else None
 
-    def _operands(self, item: Rows, state: State, group: Group) -> Operands | None:
+    def _operands(self, item: Rows, state: State, at: Addresses | None, group: Group) -> Operands | None:
         """The operands of an update, if all of the state is there; raise if what is there does not fit."""
-        if reason := misfit(state, item.param):
-            raise ValueError(reason)
-        if not self._has_all(item, state, group):
+        if "exp_avg" not in state or (group["amsgrad"] and "max_exp_avg_sq" not in state):
             return None
-        return admit(
-            item.param, state, item.gradient, amsgrad=group["amsgrad"], counted=group.get("bias_correction") == "row"
-        )
-
-    def _has_all(self, item: Rows, state: State, group: Group) -> bool:
-        """Whether the state has every slot that an update of these rows takes."""
-        return "exp_avg" in state and (not group["amsgrad"] or "max_exp_avg_sq" in state)
+        counted = group.get("bias_correction") == "row"
+        return admit(item.param, state, item.gradient, at, amsgrad=group["amsgrad"], counted=counted)
 
     def _check_gradient(self, param: Tensor, grad: Tensor, item: Rows | None, group: Group, backend: Backend) -> None:
         """Raise if this gradient, whose indices are known to be good, cannot be taken; ``item`` is what it became."""

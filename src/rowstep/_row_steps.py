@@ -44,7 +44,9 @@ class RowSteps:
         last = self._last_look.get(param)
         if last is not None and last[0] is slot and last[1] == _writes_to(slot):
             return last[2]
-        return self._note(param, slot, bool(slot.any()))
+        counted = bool(slot.any())
+        self._last_look[param] = slot, _writes_to(slot), counted
+        return counted
 
     def begin(self, param: Tensor, state: State, lead: tuple[int, ...]) -> None:
         """Count rows that run over the dimensions ``lead`` from now on, if that has not begun yet."""
@@ -52,11 +54,7 @@ class RowSteps:
             return
         state.pop("row_step", None)
         ensure_row_steps(state, lead)
-        self._note(param, state["row_step"], True)
-
-    def _note(self, param: Tensor, slot: Tensor, counted: bool) -> bool:
-        self._last_look[param] = slot, _writes_to(slot), counted
-        return counted
+        self._last_look.pop(param, None)  # a step follows, which counts some rows, or none of them if it skips them all
 
 
 def _writes_to(slot: Tensor) -> float:

@@ -10,9 +10,13 @@ A row update is, for the summed gradient g of a row (SparseAdam's equations, in 
     u     = max(u, v)                      amsgrad; u takes the place of v below
     p     = p - step_size * (m / (sqrt(v) + eps))
 
-with ``step_size = lr * sqrt(1 - beta2^t) / (1 - beta1^t)``. torch.optim.SparseAdam adds eps to the uncorrected
-sqrt(v), as written here. torch.optim.Adam adds it to the corrected one, which is the same rule with
-``eps * sqrt(1 - beta2^t)`` in the place of eps: one rule serves both placements.
+with ``step_size = lr * sqrt(1 - beta2^t) / (1 - beta1^t)``. That is torch.optim.SparseAdam's rule. torch.optim.Adam's,
+``as_dense``, differs in two places. It adds eps to the bias-corrected sqrt(v), which is the same as adding
+``eps * sqrt(1 - beta2^t)`` to the uncorrected one. And it has
+
+    v     = v * beta2 + g*g * (1 - beta2)
+
+so that a v beyond what its dtype can hold stays infinite, and the weight where it is; SparseAdam's becomes NaN.
 """
 
 from __future__ import annotations
@@ -39,8 +43,8 @@ class Rule:
     decay: float | None = None
     amsgrad: bool = False
     per_row: bool = False
-    corrected_eps: bool = False
-    """Read with ``per_row`` only: eps is to be added to the bias-corrected sqrt(v)."""
+    as_dense: bool = False
+    """torch.optim.Adam's rule. Its eps is corrected already, but with ``per_row``."""
     skip_nonfinite: bool = False
 
 
@@ -60,18 +64,17 @@ def row_rule(
     decoupled_weight_decay: bool,
     amsgrad: bool = False,
     per_row: bool = False,
-    corrected_eps: bool = False,
+    as_dense: bool = False,
     skip_nonfinite: bool = False,
 ) -> Rule:
     """The rule for a table's ``step``-th step under these options."""
     beta1, beta2 = float(betas[0]), float(betas[1])  # torch takes Tensors of one number too
-    rule = Rule(beta1, beta2, eps, 0.0, maximize, None, None, amsgrad, per_row, False, skip_nonfinite)
+    rule = Rule(beta1, beta2, eps, 0.0, maximize, None, None, amsgrad, per_row, as_dense, skip_nonfinite)
     if per_row:
         rule.step_size = float(lr)
-        rule.corrected_eps = corrected_eps
     else:
         rule.step_size = bias_corrected(lr, beta1, beta2, step)
-        if corrected_eps:
+        if as_dense:
             rule.eps = eps * math.sqrt(1 - beta2**step)
     if weight_decay != 0:
         if decoupled_weight_decay:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT, StateDict
 
 from . import _dense
-from ._backends import Backend, Outcome, admit
+from ._backends import Addresses, Backend, Operands, Outcome, admit, admit_counts, admit_state
 from ._gradient import all_rows, nonzero_rows
 from ._loading import row_counts
 from ._optimizer import Group, RowOptimizer, Rows, Work
@@ -103,9 +103,12 @@ class SparseAdam(RowOptimizer):
             return Rows(param, all_rows(grad, tuple(param.shape[:1])), as_dense=True)
         return None
 
-    def _has_all(self, item: Rows, state: State, group: Group) -> bool:
-        is_counted = group["bias_correction"] != "row" or self._row_steps.are_counted(item.param, state)
-        return is_counted and super()._has_all(item, state, group)
+    def _operands(self, item: Rows, state: State, at: Addresses | None, group: Group) -> Operands | None:
+        if group["bias_correction"] == "row":
+            if not self._row_steps.are_counted(item.param, state):
+                return None
+            admit_counts(state, item.gradient.lead)
+        return super()._operands(item, state, at, group)
 
     def _check_gradient(self, param: Tensor, grad: Tensor, item: Rows | None, group: Group, backend: Backend) -> None:
         if group["nonfinite"] == "raise" and (
@@ -123,7 +126,8 @@ class SparseAdam(RowOptimizer):
             elif per_row:
                 ensure_slot(state, item.param)
             counted = per_row and not gradient.is_empty
-            item.operands = admit(item.param, state, gradient, amsgrad=group["amsgrad"], counted=counted)
+            at = admit_state(item.param, state)
+            item.operands = admit(item.param, state, gradient, at, amsgrad=group["amsgrad"], counted=counted)
         operands = item.operands
         step, skips, skipped_before = int(state["step"]) + 1, group["nonfinite"] == "skip", self.skipped_rows
 
@@ -138,7 +142,7 @@ class SparseAdam(RowOptimizer):
                 decoupled_weight_decay=group["decoupled_weight_decay"],
                 amsgrad=group["amsgrad"],
                 per_row=per_row,
-                corrected_eps=item.as_dense,
+                as_dense=item.as_dense,
                 skip_nonfinite=skips,
             )
             backend.update(operands, rule, outcome)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._memory import has_memory, overlaps_itself
+from ._memory import has_memory, lost_memory, overlaps_itself
 
 State = dict[str, Any]
 
@@ -104,18 +104,31 @@ def ensure_row_steps(state: State, lead: tuple[int, ...]) -> None:
 
 def misfit(state: State, param: Tensor) -> str | None:
     """Why this state cannot belong to this parameter, or None."""
+    return incomplete(state) or slot_misfit(state, param)
+
+
+def incomplete(state: State) -> str | None:
+    """Why this is not all of a state, or has no count of steps, or None."""
     if not ("exp_avg" in state and "exp_avg_sq" in state and "step" in state) and (reason := missing(state)):
         return f"its state {reason}; load a whole state, or clear it to begin anew"
+    return miscount(state["step"]) if "step" in state else None
+
+
+def slot_misfit(state: State, param: Tensor) -> str | None:
+    """Why these moments and counts of rows cannot belong to this parameter, or None."""
     shape, device = param.shape, param.device
-    owners = {param.data_ptr(): "of the weights", 0: "that was freed"} if param.is_cpu else {}
+    if param.is_cpu and not has_memory(param):
+        return lost_memory("the parameter", param)
+    owners = {param.data_ptr(): "of the weights"} if param.is_cpu else {}
     for key in MOMENTS:
         if key in state:
             moment = state[key]
             if not isinstance(moment, Tensor) or moment.shape != shape or moment.device != device:
                 return f"its state {key!r} is {described(moment)}, the parameter is {described(param)}"
-            is_plain = moment.layout is torch.strided and moment.is_contiguous() and moment.dtype in FLOATS
-            if not is_plain and (reason := moment_flaw(moment)):
+            if reason := moment_flaw(moment):
                 return f"its state {key!r} is {described(moment)}; expected {reason}"
+            if moment.is_cpu and not has_memory(moment):
+                return f"its state {key!r} lies in memory that was freed; expected memory for each of its numbers"
             if owners and moment.numel() and (owner := owners.setdefault(moment.data_ptr(), key)) is not key:
                 return f"its state {key!r} lies in memory {owner}; expected memory of its own"
     if "row_step" in state:
@@ -126,7 +139,7 @@ def misfit(state: State, param: Tensor) -> str | None:
             return f"its state 'row_step' is {described(counts)}; expected a dense tensor of int64"
         if counts.is_cpu and (not has_memory(counts) or overlaps_itself(counts)):
             return f"its state 'row_step' is {described(counts)}; expected memory for each of its numbers"
-    return miscount(state["step"]) if "step" in state else None
+    return None
 
 
 def missing(state: State) -> str | None:

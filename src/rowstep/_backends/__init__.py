@@ -17,10 +17,10 @@ from .._gradient import RowGradient
 from .._rule import Rule
 from .._schedule import Schedule
 from .._state import State
-from .gate import Operands, admit
+from .gate import Addresses, Operands, admit, admit_counts, admit_state
 from .outcome import Outcome
 
-__all__ = ["Backend", "Operands", "Outcome", "admit", "chosen"]
+__all__ = ["Addresses", "Backend", "Operands", "Outcome", "admit", "admit_counts", "admit_state", "chosen"]
 
 
 class Backend(Protocol):

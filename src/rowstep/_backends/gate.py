@@ -3,11 +3,14 @@
 A kernel takes tensors by address and believes what it is told of them: a tensor that is smaller, or of another type,
 than it believes is a corrupted heap. Programs do change tensors behind an optimizer's back. ``weight.data`` is replaced
 by a larger table, a storage is resized, a state is edited by hand or loaded from an old file. So whatever a kernel
-reads or writes by address passes here first, in every step and before every catch-up, for both backends. An update
-takes ``Operands``, which only ``admit`` makes; other entries ask for a table, a gradient, row numbers or notes per row.
+reads or writes by address passes here first, in every step and before every catch-up, for both backends. Only the gate
+gives out the addresses of a table and its state, and an update takes ``Operands``, which only ``admit`` makes.
 
-What does not belong together raises. What does, but lies elsewhere (another device, strides of its own), is for the
-reference to take.
+What does not belong together raises. What does, but lies elsewhere (another device, strides of its own), has no
+address: it is for the reference to take.
+
+A look at a table and its two moments takes 2.7 µs, where reading their addresses alone takes 0.5; a look at a gradient
+takes 1.8 µs.
 """
 
 from __future__ import annotations
@@ -18,10 +21,15 @@ import torch
 from torch import Tensor
 
 from .._gradient import RowGradient
-from .._memory import has_memory
-from .._state import FLOATS, State, described
+from .._memory import has_memory, lost_memory
+from .._state import FLOATS, State, described, slot_misfit
 
-_FLOATS = frozenset(FLOATS)
+_FLOATS, _INT64 = frozenset(FLOATS), torch.int64
+
+
+# Where p, m, v, amsgrad's maximum and the counts of rows begin in memory, and the dtypes of p and of its moments.
+# A plain tuple: one with names takes as long to make as a look at half a tensor.
+Addresses = tuple[int, int, int, int | None, int | None, torch.dtype, torch.dtype]
 
 
 class Operands(NamedTuple):
@@ -30,42 +38,108 @@ class Operands(NamedTuple):
     param: Tensor
     state: State
     gradient: RowGradient
-    are_addressable: bool
+    at: Addresses | None
+    """None if kernels cannot address all of it."""
 
 
-def admit(param: Tensor, state: State, gradient: RowGradient, *, amsgrad: bool, counted: bool) -> Operands:
-    """Raise unless these can be the operands of an update; say whether kernels can address them.
+def admit(
+    param: Tensor, state: State, gradient: RowGradient, at: Addresses | None, *, amsgrad: bool, counted: bool
+) -> Operands:
+    """Raise unless these can be the operands of an update; ``at`` is what ``admit_state`` said of the first two.
 
     ``amsgrad`` and ``counted`` say whether the state must have a maximum and counts per row.
     """
-    can_address_gradient = admit_gradient(gradient)
-    can_address_table = admit_table(param, state, gradient.lead, amsgrad=amsgrad, counted=counted)
-    return Operands(param, state, gradient, can_address_gradient and can_address_table)
+    _refuse_missing(state, amsgrad=amsgrad, counted=counted)
+    if counted:
+        admit_counts(state, gradient.lead)
+    return Operands(param, state, gradient, at if admit_gradient(gradient) else None)
 
 
-def admit_table(param: Tensor, state: State, lead: tuple[int, ...], *, amsgrad: bool, counted: bool) -> bool:
-    """Raise unless this is a table with rows over ``lead`` and its state; tell whether kernels can address it all."""
+def admit_state(param: Tensor, state: State) -> Addresses | None:
+    """Raise unless what is in this state belongs to this parameter; tell where both lie, if kernels can address them.
+
+    Of a parameter without moments there is nothing to tell.
+    """
+    at = _addresses(param, state)
+    if at is None:
+        if param.dtype not in _FLOATS:
+            raise TypeError(f"the parameter has dtype {param.dtype}; expected {', '.join(map(str, FLOATS))}")
+        if reason := slot_misfit(state, param):
+            raise ValueError(reason)
+    return at
+
+
+def admit_counts(state: State, lead: tuple[int, ...]) -> None:
+    """Raise unless the rows that this state has counts of run over ``lead``."""
+    counted = tuple(state["row_step"].shape)
+    if counted != lead:
+        raise ValueError(
+            f"the gradient's rows run over dimensions {lead}, but bias_correction='row' has counted rows over "
+            f"{counted}; expected gradients of one sparse_dim"
+        )
+
+
+def admit_table(param: Tensor, state: State, lead: tuple[int, ...], *, amsgrad: bool) -> Addresses | None:
+    """The same for a table whose rows run over ``lead``, and its moments."""
     shape = param.shape
     if shape[: len(lead)] != lead:
         raise ValueError(
             f"the parameter has shape {tuple(shape)} now; expected rows over {lead}, as its state has; "
             "change the rows of a table with the optimizer's grow, keep_rows or permute_rows"
         )
+    _refuse_missing(state, amsgrad=amsgrad, counted=False)
+    return admit_state(param, state)
+
+
+def _addresses(param: Tensor, state: State) -> Addresses | None:
+    """Where all of it lies, if it belongs together, fills memory without gaps, and each has memory of its own."""
     try:
         m, v = state["exp_avg"], state["exp_avg_sq"]
-        fits = _fits(param, shape) and _fits(m, shape) and _fits(v, shape) and v.dtype is m.dtype
-        if amsgrad:
+        dtype, state_dtype, shape = param.dtype, m.dtype, param.shape
+        # Written out: a loop over the three, or a function for each, takes twice as long.
+        if not (
+            param.is_cpu and m.is_cpu and v.is_cpu
+            and param.is_contiguous() and m.is_contiguous() and v.is_contiguous()
+            and m.shape == shape and v.shape == shape
+            and dtype in _FLOATS and state_dtype in _FLOATS and v.dtype is state_dtype
+            and param.untyped_storage().nbytes() >= param.nbytes and (not param.storage_offset() or has_memory(param))
+            and m.untyped_storage().nbytes() >= (size := m.nbytes) and (not m.storage_offset() or has_memory(m))
+            and v.untyped_storage().nbytes() >= size and (not v.storage_offset() or has_memory(v))
+        ):  # fmt: skip
+            return None
+        p_at, m_at, v_at, u_at, counts_at = param.data_ptr(), m.data_ptr(), v.data_ptr(), None, None
+        if p_at == m_at or m_at == v_at or v_at == p_at:
+            return None
+        if "max_exp_avg_sq" in state:
             u = state["max_exp_avg_sq"]
-            fits = fits and _fits(u, shape) and u.dtype is m.dtype
-        if counted:
+            if not (_fills(u, shape, state_dtype) and (u_at := u.data_ptr()) not in (p_at, m_at, v_at)):
+                return None
+        if "row_step" in state:
             counts = state["row_step"]
-            fits = fits and counts.is_cpu and counts.is_contiguous() and counts.shape == lead
-            fits = fits and counts.dtype == torch.int64 and has_memory(counts)
-    except KeyError as missing:
-        raise ValueError(f"its state has no {missing}; load a whole state, or clear it to begin anew") from None
-    if not fits:
-        _explain(param, state, lead, amsgrad=amsgrad, counted=counted)
-    return fits
+            if not _fills(counts, shape[: counts.dim()], _INT64):
+                return None
+            counts_at = counts.data_ptr()
+    except (AttributeError, KeyError):  # of what is missing, or no tensor
+        return None
+    return p_at, m_at, v_at, u_at, counts_at, dtype, state_dtype
+
+
+def _fills(tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
+    is_plain = tensor.is_cpu and tensor.is_contiguous() and tensor.shape == shape and tensor.dtype is dtype
+    return is_plain and has_memory(tensor)
+
+
+def _refuse_missing(state: State, *, amsgrad: bool, counted: bool) -> None:
+    if (
+        "exp_avg" in state
+        and "exp_avg_sq" in state
+        and (not amsgrad or "max_exp_avg_sq" in state)
+        and (not counted or "row_step" in state)
+    ):
+        return
+    wanted = ["exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * amsgrad, *["row_step"] * counted]
+    missing = next(key for key in wanted if key not in state)
+    raise ValueError(f"its state has no {missing!r}; load a whole state, or clear it to begin anew")
 
 
 def admit_gradient(gradient: RowGradient) -> bool:
@@ -77,67 +151,36 @@ def admit_gradient(gradient: RowGradient) -> bool:
 
 def _admit_gradient(gradient: RowGradient) -> bool:
     rows, values = gradient.rows, gradient.values
-    if values.shape != (rows.numel(), gradient.columns) or values.dtype not in _FLOATS or rows.dtype != torch.int64:
+    is_addressable = admit_rows(rows)
+    if values.shape != (rows.numel(), gradient.columns) or values.dtype not in _FLOATS:
         raise ValueError(
             f"the gradient has values {described(values)} for row numbers {described(rows)}; expected a row of "
             f"{gradient.columns} floating-point numbers for each"
         )
-    _refuse_lost_memory("the gradient's values", values)
-    return admit_rows(rows) and values.is_cpu
+    if not values.is_cpu:
+        return False
+    if not has_memory(values):
+        raise ValueError(lost_memory("the gradient's values", values))
+    return is_addressable
 
 
 def admit_rows(rows: Tensor) -> bool:
     """Raise unless these are row numbers; tell whether kernels can address them."""
-    if rows.dim() != 1 or rows.dtype != torch.int64:
+    if rows.dim() != 1 or rows.dtype is not _INT64:
         raise ValueError(f"the row numbers are {described(rows)}; expected a list of int64")
-    _refuse_lost_memory("the row numbers", rows)
-    return rows.is_cpu and rows.is_contiguous()
+    if not rows.is_cpu:
+        return False
+    if not has_memory(rows):
+        raise ValueError(lost_memory("the row numbers", rows))
+    return rows.is_contiguous()
 
 
 def admit_notes(since: Tensor, lead: tuple[int, ...]) -> bool:
     """Raise unless there is a note for every row over ``lead``; tell whether kernels can address them."""
     if since.shape != lead or since.dtype != torch.int32:
         raise ValueError(f"the notes per row are {described(since)}; expected one int32 for each row over {lead}")
-    _refuse_lost_memory("the notes per row", since)
-    return since.is_cpu and since.is_contiguous()
-
-
-def _fits(tensor: Tensor, shape: torch.Size) -> bool:
-    """Whether kernels can address this as floats of this shape."""
-    return (
-        tensor.is_cpu
-        and tensor.is_contiguous()
-        and tensor.shape == shape
-        and tensor.dtype in _FLOATS
-        and has_memory(tensor)
-    )
-
-
-def _refuse_lost_memory(name: str, tensor: Tensor) -> None:
-    if tensor.is_cpu and not has_memory(tensor):
-        raise ValueError(
-            f"the storage of {name} is smaller than its shape {tuple(tensor.shape)} needs; it was freed or resized"
-        )
-
-
-def _explain(param: Tensor, state: State, lead: tuple[int, ...], *, amsgrad: bool, counted: bool) -> None:
-    """Raise with the reason, if there is one; tensors that only lie elsewhere are none."""
-    if param.dtype not in _FLOATS:
-        raise TypeError(f"the parameter has dtype {param.dtype}; expected {', '.join(map(str, FLOATS))}")
-    tensors = {"exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
-    if amsgrad:
-        tensors["max_exp_avg_sq"] = state["max_exp_avg_sq"]
-    for name, tensor in tensors.items():
-        if tensor.shape != param.shape or tensor.device != param.device or tensor.dtype not in _FLOATS:
-            raise ValueError(f"its state {name!r} is {described(tensor)}, the parameter is {described(param)}")
-    if counted:
-        counts = tensors["row_step"] = state["row_step"]
-        if counts.dtype != torch.int64 or counts.device != param.device:
-            raise ValueError(f"its state 'row_step' is {described(counts)}; expected int64 counts on {param.device}")
-        if counts.shape != lead:
-            raise ValueError(
-                f"the gradient's rows run over dimensions {lead}, but bias_correction='row' has counted rows over "
-                f"{tuple(counts.shape)}; expected gradients of one sparse_dim"
-            )
-    for name, tensor in {"the parameter": param, **tensors}.items():
-        _refuse_lost_memory(name, tensor)
+    if not since.is_cpu:
+        return False
+    if not has_memory(since):
+        raise ValueError(lost_memory("the notes per row", since))
+    return since.is_contiguous()

@@ -74,29 +74,27 @@ def norm(gradient: RowGradient, power: float) -> float:
 
 def update(operands: Operands, rule: Rule, outcome: Outcome) -> None:
     """Step the rows that the gradient names, in place."""
-    param, state, gradient, are_addressable = operands
-    if not are_addressable:
+    param, _, gradient, at = operands
+    if at is None:
         reference.update(operands, rule, outcome)
         return
-    m, v = state["exp_avg"], state["exp_avg_sq"]
-    u = state["max_exp_avg_sq"] if rule.amsgrad else None
-    counts = state["row_step"] if rule.per_row else None
+    p_at, m_at, v_at, u_at, counts_at, dtype, state_dtype = at
     values = _addressable(gradient.values)
     threads = _threads_for(values.numel() * values.element_size())
     bounds = workspace.bounds(threads)
     arguments = (
-        _totals(threads, gradient.columns, param.dtype, m.dtype, values.dtype),
+        _totals(threads, gradient.columns, dtype, state_dtype, values.dtype),
         bounds,
         *_keys_for(gradient, parts=threads),
-        param.data_ptr(),
-        m.data_ptr(),
-        v.data_ptr(),
-        None if u is None else u.data_ptr(),
-        None if counts is None else counts.data_ptr(),
+        p_at,
+        m_at,
+        v_at,
+        u_at if rule.amsgrad else None,
+        counts_at if rule.per_row else None,
         values.data_ptr(),
         _row_stride(values),
-        _LIKE[param.dtype],
-        _LIKE[m.dtype],
+        _LIKE[dtype],
+        _LIKE[state_dtype],
         _LIKE[values.dtype],
         gradient.columns,
         rule.beta1,
@@ -106,7 +104,7 @@ def update(operands: Operands, rule: Rule, outcome: Outcome) -> None:
         rule.maximize or None,
         rule.shrink,
         rule.decay,
-        rule.corrected_eps or None,
+        rule.as_dense or None,
         rule.skip_nonfinite or None,
     )
     # Autograd does not see the writes, and must know that what it saved for a backward pass is out of date.
@@ -121,24 +119,20 @@ def update(operands: Operands, rule: Rule, outcome: Outcome) -> None:
 def catch_up(param: Tensor, state: State, since: Tensor, schedule: Schedule, rows: Tensor | range) -> None:
     """Bring these rows of ``param`` and its moments from the steps in ``since`` to the schedule's."""
     lead = tuple(since.shape)
-    if not (
-        admit_table(param, state, lead, amsgrad=schedule.amsgrad, counted=False)
-        and admit_notes(since, lead)
-        and (isinstance(rows, range) or admit_rows(rows))
-    ):
+    at = admit_table(param, state, lead, amsgrad=schedule.amsgrad)
+    if at is None or not (admit_notes(since, lead) and (isinstance(rows, range) or admit_rows(rows))):
         reference.catch_up(param, state, since, schedule, rows)
         return
-    m, v = state["exp_avg"], state["exp_avg_sq"]
-    u = state["max_exp_avg_sq"] if schedule.amsgrad else None
+    p_at, m_at, v_at, u_at, _, dtype, state_dtype = at
     columns = param.numel() // max(1, since.numel())
     arguments = (
         since.view(-1).numpy(),
-        param.data_ptr(),
-        m.data_ptr(),
-        v.data_ptr(),
-        None if u is None else u.data_ptr(),
-        _LIKE[param.dtype],
-        _LIKE[m.dtype],
+        p_at,
+        m_at,
+        v_at,
+        u_at if schedule.amsgrad else None,
+        _LIKE[dtype],
+        _LIKE[state_dtype],
         columns,
         schedule.step,
         schedule.window,
@@ -153,7 +147,7 @@ def catch_up(param: Tensor, state: State, since: Tensor, schedule: Schedule, row
         schedule.eps,
     )
     threads = _threads_for(len(rows) * columns * param.element_size())
-    scratch = _totals(2 * threads, columns, param.dtype, m.dtype).reshape(threads, 2, columns)
+    scratch = _totals(2 * threads, columns, dtype, state_dtype).reshape(threads, 2, columns)
     if isinstance(rows, range):
         serial, parallel = strides.catch_up_range, strides.catch_up_range_parallel
         work: tuple[Any, ...] = (rows.start, rows.stop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -14,12 +15,12 @@ from torch.optim.optimizer import ParamsT, StateDict
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _backends
-from .._backends import Backend, Outcome, admit, reference
+from .._backends import Backend, Outcome, admit, admit_state, reference
 from .._gradient import by_first_dimension, outside_message, rows_of_first_dimension
 from .._optimizer import Group, RowOptimizer, Rows, Work
 from .._rule import row_rule
 from .._schedule import check_betas
-from .._state import State, count_tensor, ensure_moments, lasting, set_count
+from .._state import State, compute_dtype, count_tensor, ensure_moments, lasting, set_count
 from .attach import attach, reads_rows, tables_of
 from .table import Options, StaleRowsError, Table, is_only_traced
 
@@ -130,14 +131,14 @@ class DeferredAdam(RowOptimizer):
         with self._lock:
             self._finish_step()
             backend = _backends.chosen()
-            table = self._table_of(param, backend)
-            if table is None:
-                return
-            rows = _as_rows_of(table, ids)
-            outside = backend.first_outside(rows, table.row_count)
+            row_count = math.prod(param.shape[:1])
+            rows = ids.detach().reshape(-1).to(device=param.device, dtype=torch.int64).contiguous()
+            outside = backend.first_outside(rows, row_count)
             if outside is not None:
-                raise IndexError(outside_message(outside, table.row_count).replace("the gradient has index", "ids has"))
-            table.catch_up(rows, backend)
+                raise IndexError(outside_message(outside, row_count).replace("the gradient has index", "ids has"))
+            table = self._table_of(param, backend)
+            if table is not None:
+                table.catch_up(rows, backend)
 
     @torch.no_grad()
     def flush(self, param: Tensor | None = None) -> None:
@@ -184,18 +185,20 @@ class DeferredAdam(RowOptimizer):
         return super()._collect(group_index, group, backend)
 
     def _as_rows(self, param: Tensor, grad: Tensor, state: State, group: Group) -> Rows | None:
-        return Rows(param, rows_of_first_dimension(grad)) if grad.is_sparse else None
+        if not grad.is_sparse:
+            return None
+        dtype = compute_dtype(param.dtype, state["exp_avg"].dtype if "exp_avg" in state else param.dtype, grad.dtype)
+        return Rows(param, rows_of_first_dimension(grad, dtype))
 
     def _check_gradient(self, param: Tensor, grad: Tensor, item: Rows | None, group: Group, backend: Backend) -> None:
         moment = self.state.get(param, {}).get("exp_avg", grad)
         if item is None and moment.dtype != grad.dtype:  # torch's Adam would find out in the middle of its step
             raise TypeError(f"the gradient has dtype {grad.dtype}; expected that of its state, {moment.dtype}")
+        waiting = self._tables.get(param)
+        if waiting is not None and not self.allow_stale and waiting.lead == param.shape[:1]:
+            _check_up_to_date(waiting, grad, item, backend)
         table = self._table_of(param, backend)
-        if table is None:
-            return
-        if not self.allow_stale:
-            _check_up_to_date(table, grad, item, backend)
-        if int(table.state["step"]) != table.step:
+        if table is not None and int(table.state["step"]) != table.step:
             # Somebody has set the count: what waits ends with the old one, and this step goes on from the new.
             table.flush(backend)
             del self._tables[param]
@@ -206,7 +209,10 @@ class DeferredAdam(RowOptimizer):
         if self.allow_stale:
             table.catch_up(gradient.rows, backend)
         step, rate = table.step + 1, _rate(group)
-        operands = item.operands or admit(param, table.state, gradient, amsgrad=group["amsgrad"], counted=False)
+        operands = item.operands
+        if operands is None:
+            at = admit_state(param, table.state)
+            operands = admit(param, table.state, gradient, at, amsgrad=group["amsgrad"], counted=False)
 
         def update(outcome: Outcome) -> None:
             rule = row_rule(
@@ -219,7 +225,7 @@ class DeferredAdam(RowOptimizer):
                 decoupled_weight_decay=True,
                 amsgrad=group["amsgrad"],
                 per_row=False,
-                corrected_eps=True,
+                as_dense=True,
                 skip_nonfinite=False,
             )
             backend.update(operands, rule, outcome)
@@ -398,7 +404,3 @@ def _check_decay(group: Mapping[str, Any]) -> None:
         raise ValueError(
             f"lr * weight_decay is {decay}; deferred steps need it below 1, so that a weight is not negated"
         )
-
-
-def _as_rows_of(table: Table, ids: Tensor) -> Tensor:
-    return ids.detach().reshape(-1).to(device=table.since.device, dtype=torch.int64).contiguous()

@@ -47,7 +47,7 @@ def update_part(
     part, totals, bounds, rows_at, count, shift, row_bits, keys, spare,
     p_at, m_at, v_at, u_at, count_at, g_at, g_stride,
     p_like, m_like, g_like, columns,
-    beta1, beta2, eps, step_size, maximize, shrink, decay, corrected_eps, skip_nonfinite,
+    beta1, beta2, eps, step_size, maximize, shrink, decay, as_dense, skip_nonfinite,
 ):  # fmt: skip
     """Update the rows of one part, of those that the ``count`` occurrences at ``rows_at`` name.
 
@@ -75,12 +75,12 @@ def update_part(
                 continue
         row_step_size, row_eps = step_size, eps
         if count_at is not None:
-            row_step_size, row_eps = count_row(count_at, row, beta1, beta2, eps, step_size, corrected_eps)
+            row_step_size, row_eps = count_row(count_at, row, beta1, beta2, eps, step_size, as_dense)
         p = row_at(p_at + row * p_bytes, columns, p_like)
         m = row_at(m_at + row * m_bytes, columns, m_like)
         v = row_at(v_at + row * m_bytes, columns, m_like)
         u = optional_row_at(u_at, row * m_bytes, columns, m_like)
-        update_row(p, m, v, u, g, beta1, beta2, row_eps, row_step_size, maximize, shrink, decay)
+        update_row(p, m, v, u, g, beta1, beta2, row_eps, row_step_size, maximize, shrink, decay, as_dense)
     bounds[2, part] = skipped
 
 
@@ -104,7 +104,7 @@ def group_part(part, totals, bounds, rows_at, count, shift, row_bits, keys, spar
 
 
 @njit(**INLINE)
-def update_row(p, m, v, u, g, beta1, beta2, eps, step_size, maximize, shrink, decay):
+def update_row(p, m, v, u, g, beta1, beta2, eps, step_size, maximize, shrink, decay, as_dense):
     """The equations, for one row. ``g`` has the type computed with."""
     number = g.dtype.type
     one_minus_beta1, one_minus_beta2 = number(1 - beta1), number(1 - beta2)
@@ -118,7 +118,10 @@ def update_row(p, m, v, u, g, beta1, beta2, eps, step_size, maximize, shrink, de
         if decay is not None:
             g_c = g_c + number(decay) * p_c
         m_c = m_c + (g_c - m_c) * one_minus_beta1
-        v_c = v_c + (g_c * g_c - v_c) * one_minus_beta2
+        if as_dense is not None:
+            v_c = v_c * number(beta2) + g_c * g_c * one_minus_beta2
+        else:
+            v_c = v_c + (g_c * g_c - v_c) * one_minus_beta2
         m[c] = narrow(m_c, m)
         v[c] = narrow(v_c, v)
         if u is not None:
@@ -130,12 +133,12 @@ def update_row(p, m, v, u, g, beta1, beta2, eps, step_size, maximize, shrink, de
 
 
 @njit(**INLINE)
-def count_row(count_at, row, beta1, beta2, eps, step_size, corrected_eps):
+def count_row(count_at, row, beta1, beta2, eps, step_size, as_dense):
     """Count a step for this row; return its step size and eps."""
     count = row_at(count_at + row * 8, 1, np.empty(0, np.int64))
     count[0] += 1
     correction2 = math.sqrt(1 - beta2 ** count[0])
-    if corrected_eps is not None:
+    if as_dense is not None:
         eps = eps * correction2
     return step_size * correction2 / (1 - beta1 ** count[0]), eps
 

@@ -26,7 +26,7 @@ def step_part(part, totals, p, m, v, g, beta1, beta2, eps, step_size, shrink, de
         p_here = row_at(address_of(p) + here * p.itemsize, size, p)
         m_here = row_at(address_of(m) + here * m.itemsize, size, m)
         v_here = row_at(address_of(v) + here * v.itemsize, size, v)
-        update_row(p_here, m_here, v_here, None, total, beta1, beta2, eps, step_size, None, shrink, decay)
+        update_row(p_here, m_here, v_here, None, total, beta1, beta2, eps, step_size, None, shrink, decay, True)
         here += size
 
 

@@ -135,7 +135,7 @@ class Adam:
             maximize=False,
             weight_decay=self.weight_decay,
             decoupled_weight_decay=self.decoupled_weight_decay,
-            corrected_eps=True,
+            as_dense=True,
         )
 
     def _moments_of(self, name: str, param: FloatArray) -> Moments:

@@ -74,7 +74,7 @@ def step_rows(p: FloatArray, m: FloatArray, v: FloatArray, rows: NDArray[np.int6
         None,  # maximize
         rule.shrink,
         rule.decay,
-        None,  # eps corrected by each row's count
+        True,  # torch.optim.Adam's rule
         None,  # rows skipped that are not finite
     )
     if threads == 1:

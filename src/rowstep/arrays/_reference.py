@@ -13,13 +13,13 @@ _BLOCK = 8192
 
 
 def updated(p: FloatArray, m: FloatArray, v: FloatArray, g: FloatArray, rule: Rule) -> tuple[FloatArray, ...]:
-    """The equations of ``rowstep._rule``, for float64 arrays: the new p, m and v."""
+    """The equations of ``rowstep._rule``, as torch.optim.Adam has them, for float64 arrays: the new p, m and v."""
     if rule.shrink is not None:
         p = p * rule.shrink
     if rule.decay is not None:
         g = g + rule.decay * p
     m = m + (g - m) * (1 - rule.beta1)
-    v = v + (g * g - v) * (1 - rule.beta2)
+    v = v * rule.beta2 + g * g * (1 - rule.beta2)
     return p - rule.step_size * (m / (np.sqrt(v) + rule.eps)), m, v
 
 

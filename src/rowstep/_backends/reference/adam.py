@@ -64,7 +64,7 @@ def update(operands: Operands, rule: Rule, outcome: Outcome) -> None:
     if rule.decay is not None:
         g = g + rule.decay * p
     m = m + (g - m) * (1 - rule.beta1)
-    v = v + (g * g - v) * (1 - rule.beta2)
+    v = v * rule.beta2 + g * g * (1 - rule.beta2) if rule.as_dense else v + (g * g - v) * (1 - rule.beta2)
     changes = [(state["exp_avg"], m), (state["exp_avg_sq"], v)]
     if rule.amsgrad:
         v = torch.maximum(table.read(state["max_exp_avg_sq"], dtype), v)
@@ -90,7 +90,7 @@ def _sum_duplicates(gradient: RowGradient, dtype: torch.dtype) -> tuple[Tensor, 
 def _corrected_by(count: Tensor, rule: Rule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Each row's step size and eps, as columns, from how many steps it has taken."""
     correction1, correction2 = 1 - rule.beta1 ** count.double(), (1 - rule.beta2 ** count.double()).sqrt()
-    eps = rule.eps * correction2 if rule.corrected_eps else torch.full_like(correction2, rule.eps)
+    eps = rule.eps * correction2 if rule.as_dense else torch.full_like(correction2, rule.eps)
     return (rule.step_size * correction2 / correction1).to(dtype), eps.to(dtype)
 
 

@@ -20,7 +20,7 @@ _ROWS_AT_ONCE = 1 << 16
 def catch_up(param: Tensor, state: State, since: Tensor, schedule: Schedule, rows: Tensor | range) -> None:
     """Bring these rows of ``param`` and its moments from the steps in ``since`` to the schedule's."""
     lead = tuple(since.shape)
-    admit_table(param, state, lead, amsgrad=schedule.amsgrad, counted=False)
+    admit_table(param, state, lead, amsgrad=schedule.amsgrad)
     admit_notes(since, lead)
     if isinstance(rows, Tensor):
         admit_rows(rows)
