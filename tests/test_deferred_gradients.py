@@ -263,3 +263,16 @@ def test_sixteen_bit_duplicates_are_summed_in_float32(sparse_dim: int) -> None:
     values = torch.ones(1000, *param.shape[sparse_dim:], dtype=torch.bfloat16)
     step_with(optimizer, param, sparse(indices, values, param.shape))
     assert optimizer.state[param]["exp_avg"][1, 1] == 1000
+
+
+@pytest.mark.parametrize("sparse_dim", [0, 1, 2])
+def test_duplicates_are_summed_as_widely_as_the_state(sparse_dim: int) -> None:
+    """A float32 gradient of a table that was float64: 1e8 + 1 - 1e8 is 0 in float32."""
+    param = table(1, 1)
+    param.data.zero_()
+    optimizer = DeferredAdam([param], lr=0.1)
+    optimizer.state[param] = {key: torch.zeros(1, 1, dtype=torch.float64) for key in ("exp_avg", "exp_avg_sq")}
+    optimizer.state[param]["step"] = 0
+    values = torch.tensor([1e8, 1.0, -1e8]).reshape(3, *[1] * (2 - sparse_dim))
+    step_with(optimizer, param, sparse(torch.zeros(sparse_dim, 3, dtype=torch.int64), values, (1, 1)))
+    assert param.item() == pytest.approx(-0.1)

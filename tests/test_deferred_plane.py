@@ -170,3 +170,21 @@ def test_rows_that_wait_longer_than_the_schedule_remembers(dtype: torch.dtype) -
     wait(theirs, twin, 35_000)
     ours.flush()
     torch.testing.assert_close(param.double(), twin, rtol=1e-6 if dtype == torch.float32 else 1e-11, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_a_second_moment_that_overflows_keeps_its_row_in_place(dtype: torch.dtype) -> None:
+    """As in dense Adam: the row rests, where a NaN would spread through the model."""
+    param = embedding(4, 2, dtype=dtype).weight
+    twin = copy_of(param)
+    ours, theirs = optimizers([param], [twin], eps=1e-3)  # 1e-8 is 0 in float16
+    size = 64 * torch.finfo(dtype).max ** 0.5
+    for step, scale in enumerate([size, 1.0, 1.0, 1.0]):
+        ids = [0, 2] if step != 2 else [1]
+        for optimizer, weight in ((ours, param), (theirs, twin)):
+            step_caught_up(optimizer, weight, rows_of(weight, ids, scale))
+    ours.flush()
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(ours.state[param][key].isfinite(), theirs.state[twin][key].isfinite())
+    assert param.isfinite().all()
+    torch.testing.assert_close(param, twin)

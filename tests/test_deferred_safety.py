@@ -271,3 +271,24 @@ def test_ids_are_left_as_they_were() -> None:
     torch.arange(9, out=ids.resize_(0))
     twins.step(lambda model: model(ids))
     twins.assert_same()
+
+
+@pytest.mark.parametrize("change", [{"betas": (0.8, 0.99)}, {"eps": 1e-4}, {"amsgrad": True}], ids=str)
+def test_a_stale_read_is_noticed_after_options_have_changed(change: dict[str, Any]) -> None:
+    """As a schedule of the betas does between a backward pass and its step."""
+    twins = after_some_steps()
+    twins.ours.zero_grad()
+    torch.autograd.backward(without_module(torch.tensor([35]))(twins.model).sum())
+    twins.ours.param_groups[0].update(change)
+    with pytest.raises(StaleRowsError, match="1 of the gradient's 1 rows"):
+        twins.ours.step()
+
+
+def test_ids_outside_a_table_are_an_error_whether_rows_wait_or_not() -> None:
+    param = table(4, 2)
+    optimizer = DeferredAdam([param])
+    for _ in range(2):
+        for ids in ([4], [0, -1]):
+            with pytest.raises(IndexError, match=rf"ids has {ids[-1]} in dimension 0; expected 0 <= index < 4"):
+                optimizer.catch_up(param, torch.tensor(ids))
+        step_with(optimizer, param, rows_of(param, [1]))

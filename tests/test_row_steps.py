@@ -75,3 +75,27 @@ def test_a_slot_made_in_inference_mode_counts() -> None:
         for _ in range(2):
             step_with(optimizer, param, rows_of(param, [1]))
     assert optimizer.state[param]["row_step"].tolist() == [0, 2, 0, 0]
+
+
+def test_a_step_that_skips_all_of_its_rows_counts_none() -> None:
+    """And what comes next is the same whether the state went through a file in between or not."""
+    params = [table(4, 2), table(4, 2)]
+    params[1].data.copy_(params[0].data)
+    optimizers = [rowstep.SparseAdam([param], bias_correction="row", nonfinite="skip") for param in params]
+    for optimizer, param in zip(optimizers, params, strict=True):
+        step_with(optimizer, param, rows_of(param, [1, 3], float("inf")))
+        assert optimizer.state[param]["row_step"].tolist() == [0] * 4
+    optimizers[1].load_state_dict(optimizers[1].state_dict())
+    for optimizer, param in zip(optimizers, params, strict=True):
+        step_with(optimizer, param, torch.ones(4, 2))
+    assert same_bits(params[0], params[1])
+
+
+def test_rows_over_other_dimensions_are_refused_before_a_maximum_is_made() -> None:
+    param = table(4, 2)
+    optimizer = rowstep.SparseAdam([param], bias_correction="row")
+    step_with(optimizer, param, rows_of(param, [1]))
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(ValueError, match=r"counted rows over \(4,\)"):
+        step_with(optimizer, param, torch.eye(4, 2).to_sparse())
+    assert "max_exp_avg_sq" not in optimizer.state[param]
