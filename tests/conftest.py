@@ -1,4 +1,4 @@
-"""What every test gets: the two backends, one place for compiled kernels, and the thread count put back."""
+"""What every test gets: the two backends, one place for compiled kernels, and threads and autograd put back."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ def same_threads_and_one_seed() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+    torch.set_grad_enabled(True)  # an interrupt that strikes while torch.no_grad() ends leaves it off
 
 
 @pytest.fixture(scope="session")

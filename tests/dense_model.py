@@ -53,7 +53,7 @@ class DenseModel(TableModel):
             self.settled = self._path_options()
             if self.waits:
                 self.flush()
-                self.begin()
+                self.waits = False
 
     def catch_up(self, rows: Any) -> None:
         if self.waits:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, note, settings
+from hypothesis import HealthCheck, Phase, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 from torch import Tensor, nn
@@ -23,9 +23,11 @@ from rounding import quiet
 
 # 100 histories, or 2,000. Hypothesis varies what it has tried already, so that many seeds see more than many examples.
 SEEDS = range(40 if LONG else 10)
+# A short run stops at the first failure: to find the smallest takes minutes.
 LENGTH = settings(
     max_examples=50 if LONG else 10,
     stateful_step_count=40 if LONG else 20,
+    phases=list(Phase) if LONG else [Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )
 

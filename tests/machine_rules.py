@@ -209,9 +209,10 @@ class Program(Machine):
         """A step that something is wrong with; ``spoil`` gives back how to put that right."""
 
         def attempt(side: Side) -> None:
-            good = {
-                i: Sketch("dense", 1, [], "ordinary", i).for_table(m.shape, m.dtype) for i, m in enumerate(self.models)
-            }
+            good = {}
+            for i, model in enumerate(self.models):
+                layout = "dense" if model.dtype == model.state_dtype else "uncoalesced"
+                good[i] = Sketch(layout, 1, [], "ordinary", i).for_table(model.shape, model.dtype)
             side.give(good)
             repair = spoil(side)
             try:

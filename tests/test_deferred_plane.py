@@ -187,4 +187,4 @@ def test_a_second_moment_that_overflows_keeps_its_row_in_place(dtype: torch.dtyp
     for key in ("exp_avg", "exp_avg_sq"):
         assert torch.equal(ours.state[param][key].isfinite(), theirs.state[twin][key].isfinite())
     assert param.isfinite().all()
-    torch.testing.assert_close(param, twin)
+    torch.testing.assert_close(param, twin, rtol=0, atol=4 * torch.finfo(dtype).eps)
