@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import rowstep
+from deferred_cases import only_long
 from rowstep.cli._bench.ranks import Ranks
 from rowstep.distributed import ShardedEmbedding, ShardedEmbeddingBag
 
@@ -95,7 +96,7 @@ def train_alone(ranks: int, optimizer_name: str, dtype: torch.dtype) -> dict[str
     return {kind: table.weight.detach() for kind, table in tables.items()}
 
 
-@pytest.mark.parametrize("ranks_count", [2, 3, 4])
+@pytest.mark.parametrize("ranks_count", [2, 3, pytest.param(4, marks=only_long)])
 @pytest.mark.parametrize("optimizer_name", ["SparseAdam", "DeferredAdamW"])
 def test_ranks_end_where_one_process_ends(ranks: Ranks, ranks_count: int, optimizer_name: str) -> None:
     ends = ranks.run(ranks_count, train_sharded, optimizer_name)

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
+from deferred_cases import only_long
+
 SCRIPT = Path(__file__).parents[1] / "examples" / "sharded.py"
 STEPS, SAVE_EVERY, DIES_AT, LAST_SAVED = 40, 10, 25, 20
 TIMEOUT_SECONDS = 120
@@ -112,6 +114,7 @@ def test_a_worker_that_is_killed_changes_no_bit(started: contextlib.ExitStack, t
     assert re.findall(r"\d+ rank\(s\) start at step \d+", undisturbed.printed) == starts[:1]
 
 
+@only_long  # half a minute, most of it torchrun's waiting for the machine that is lost
 def test_the_other_machine_goes_on_alone(
     started: contextlib.ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
