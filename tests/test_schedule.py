@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from deferred_cases import LONG, SCHEDULES
-from rowstep._schedule import EBAR, M0, M2, M3, M4, M5, SAFE, Schedule, check_betas, window_length
+from rowstep._schedule import EBAR, M0, M2, M3, M4, M5, SAFE, Schedule, _first_window, check_betas, window_length
 
 BETAS = [(0.9, 0.999), (0.9, 0.95), (0.5, 0.99), (0.0, 0.99), (0.9, 0.9)]
 
@@ -280,3 +280,38 @@ def test_a_decay_that_leaves_nothing_is_refused_and_changes_nothing(lr: float, d
     assert ledger.schedule.step == 3
     row = ledger.schedule.coefficients(ledger.since(3))[0][0]
     assert relative_error(series(row, 1.0), direct_sum(ledger.terms(3), 1.0)) <= ROUNDING
+
+
+def test_schedules_that_go_alike_share_their_windows() -> None:
+    def begin(step: int = 3) -> Schedule:
+        return Schedule((0.9, 0.99), 1e-8, amsgrad=False, step=step, tolerance=1e-15)
+
+    first = begin()
+    first.advance(0.1, 0.01)
+    second, other = begin(), begin(step=4)
+    second.advance(0.1, 0.01)
+    other.advance(0.1, 0.01)
+    assert second.window is first.window
+    assert other.window is not first.window
+    for rate in (0.2, 0.3):
+        for schedule in (first, second):
+            schedule.advance(rate, 0.01)
+        assert second.window is first.window
+
+
+def test_a_schedule_that_parts_from_another_is_as_if_alone() -> None:
+    def run(*rates: float) -> Schedule:
+        schedule = Schedule((0.9, 0.99), 1e-8, amsgrad=False, step=7, tolerance=1e-15)
+        for rate in rates:
+            schedule.advance(rate, 0.01)
+        return schedule
+
+    together = [run(0.1, 0.2), run(0.1, 0.2), run(0.1)]
+    for schedule, rates in zip(together, ((0.3, 0.4), (0.5, 0.4), (0.3, 0.4)), strict=True):
+        for rate in rates:
+            schedule.advance(rate, 0.01)
+    _first_window.cache_clear()
+    alone = [run(0.1, 0.2, 0.3, 0.4), run(0.1, 0.2, 0.5, 0.4), run(0.1, 0.3, 0.4)]
+    for schedule, expected in zip(together, alone, strict=True):
+        assert np.array_equal(schedule.window, expected.window)
+        assert np.array_equal(schedule.frozen, expected.frozen)

@@ -193,15 +193,22 @@ def test_backward_passes_in_threads_of_their_own() -> None:
 
 
 def test_a_step_at_the_end_of_each_threads_backward_pass() -> None:
-    """As with hooks that step while gradients arrive: gradients of threads may meet in one step, but none is lost."""
+    """As with hooks that step while gradients arrive: gradients of threads may meet in one step, but none is lost.
+
+    torch adds one thread's gradient to another's without a lock. A step that sees indices and values of different sums
+    is refused, and the gradient is there for the next.
+    """
     module = embedding(6)
     optimizer = SparseAdam(module.parameters(), lr=RATE)
-    steps = 0
+    steps: list[None] = []
 
     def step(param: Tensor) -> None:
-        nonlocal steps
-        optimizer.step()
-        steps += 1
+        try:
+            optimizer.step()
+        except ValueError as torn:
+            assert "for row numbers" in str(torn)  # noqa: PT017  any thread's
+            return
+        steps.append(None)  # not a number to add to: two threads can read the same one
 
     module.weight.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
 
@@ -210,7 +217,7 @@ def test_a_step_at_the_end_of_each_threads_backward_pass() -> None:
             torch.autograd.backward(module(torch.tensor([1, 4])).sum())
 
     together(train, train)
-    assert optimizer.state[module.weight]["step"] == steps
+    assert optimizer.state[module.weight]["step"] == len(steps)
     assert module.weight.isfinite().all()
 
 

@@ -54,17 +54,19 @@ class RowOptimizer(Optimizer):
         check_learning_rate(defaults["lr"], zero_allowed=False)
         self._check_group(defaults, "")
         self._is_complete = False
-        self._begin_locking()
+        self._begin()
         super().__init__(params, defaults)
         check_layouts(self.param_groups, type(self).__name__)
         self._is_complete = True
         self._allocate_for_shards()
 
-    def _begin_locking(self) -> None:
+    def _begin(self) -> None:
         # One thread at a time: a step, a catch-up and a flush write to the same rows. Re-entrant, because a signal
         # handler that saves a checkpoint may run in the middle of a step, in the same thread.
         self._lock = threading.RLock()
         self._unfinished: Callable[[], None] | None = None
+        self._places: dict[Tensor, tuple[Group, int]] = {}
+        """In which group parameters were found, and where in it: a search takes long where there are many."""
 
     def _check_group(self, group: Mapping[str, Any], where: str) -> None:
         """Raise if these options cannot be honoured; ``where`` names the group."""
@@ -233,9 +235,16 @@ class RowOptimizer(Optimizer):
         return group
 
     def _find_group(self, param: Tensor) -> Group | None:
+        # Programs edit the groups, so the place where it was last is only where to look first.
+        group, index = self._places.get(param, ({"params": ()}, 0))
+        params = group["params"]
+        if index < len(params) and params[index] is param and any(group is other for other in self.param_groups):
+            return group
         for group in self.param_groups:
-            if any(param is other for other in group["params"]):
-                return group
+            for index, other in enumerate(group["params"]):
+                if param is other:
+                    self._places[param] = group, index
+                    return group
         return None
 
     def allocate_state(self) -> None:
@@ -317,7 +326,7 @@ class RowOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_lock" not in self.__dict__:  # a copy or an unpickled optimizer, not a loaded state dict
-            self._begin_locking()
+            self._begin()
         super().__setstate__(state)
 
 

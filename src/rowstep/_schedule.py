@@ -13,11 +13,18 @@ longer needs its first J steps only, and those lie in the past for good: when a 
 
 Frozen entries are kept in a ring. ``capacity`` steps is how far back it reaches; the owner of the table sees to it that
 no row waits longer, so the memory is bounded however long the run.
+
+A model has many tables, and most of them take the same steps. A window takes 0.1 ms to build, as long as the step of a
+small table, so schedules that have begun alike and gone on alike share it: each window remembers the one that came
+after it, as long as some schedule is there.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -66,6 +73,32 @@ def check_betas(beta1: float, beta2: float, *, amsgrad: bool, where: str = "") -
         )
 
 
+class _Window:
+    """The newest steps, and the coefficients of every gap that they are in. Nothing in it changes."""
+
+    __slots__ = ("__weakref__", "_next", "rates", "roots", "table")
+
+    def __init__(self, rates: Any, roots: Any, table: Any) -> None:
+        self.rates, self.roots = rates, roots
+        """Newest first: rate times what weight decay has left of it since, and the powers of root."""
+        self.table = table
+        self._next: tuple[Any, Callable[[], _Window | None]] = None, lambda: None
+
+    def after(self, step: tuple[float, float, float], make: Callable[[], _Window]) -> _Window:
+        """The window after one more step, which another schedule may have made already."""
+        known, window = self._next[0], self._next[1]()
+        if window is None or known != step:
+            window = make()
+            self._next = step, weakref.ref(window)
+        return window
+
+
+@functools.lru_cache(maxsize=4)  # the tables of a step begin one after the other, when the first has left it already
+def _first_window(length: int, beginning: tuple[Any, ...]) -> _Window:
+    """The one that all schedules begin with which have this in common."""
+    return _Window(np.zeros(length), np.ones((7, length)), np.zeros((length + 1, COLUMNS)))
+
+
 class Schedule:
     """What every step of a table was like, and what it takes to make up for any number of them."""
 
@@ -87,13 +120,10 @@ class Schedule:
         self.rate, self.root, self.decayed = np.zeros(capacity), np.ones(capacity), np.zeros(capacity)
         self._decayed_excess = 0.0
         self.frozen = np.zeros((capacity, COLUMNS))
-        self.window = np.zeros((length + 1, COLUMNS))
         self.beta1_powers = beta1 ** np.arange(capacity + 1, dtype=np.float64)
         self.beta2_powers = beta2 ** np.arange(capacity + 1, dtype=np.float64)
 
-        # The newest steps, newest first: rate times what weight decay has left of it since, and the powers of root.
-        self._recent_rate = np.zeros(length)
-        self._recent_root = np.ones((7, length))
+        self._window = _first_window(length, (betas, eps, amsgrad, tolerance, step))
         rho = self.ratio * self.growth ** np.arange(7.0)[:, None]
         with np.errstate(over="ignore"):
             self._undo = rho ** -np.arange(length) if self.ratio else np.zeros((7, length))
@@ -106,7 +136,7 @@ class Schedule:
         was, and it can be called again, even by the interrupt itself: all is read at once, computed beside what is in
         use, and taken over at once.
         """
-        newest, rates, roots, decayed, excess = self._newest()
+        newest, recent, decayed, excess = self._newest()
         if newest == to:
             return
         beta1, beta2 = self.betas
@@ -116,15 +146,11 @@ class Schedule:
         step, count = newest + 1, self.origin + newest + 1
         root = math.sqrt(1 - beta2**count)
         rate = float(lr * root / (1 - beta1**count))
-        recent_rate, recent_root = np.empty_like(rates), np.empty_like(roots)
-        recent_rate[1:], recent_rate[0] = rates[:-1] * kept, rate
-        recent_root[:, 1:], recent_root[:, 0] = roots[:, :-1], [root**n for n in range(7)]
-        with np.errstate(over="ignore", invalid="ignore"):
-            window = self._window_of(recent_rate, recent_root)
+        window = recent.after((rate, root, kept), lambda: self._after(recent, rate, root, kept))
         # Nobody looks at these entries of the rings until the step is counted.
         slot, before = step % self.capacity, newest % self.capacity
         self.rate[slot], self.root[slot] = rate, root
-        self.frozen[(step - self.window_length) % self.capacity] = window[self.window_length]
+        self.frozen[(step - self.window_length) % self.capacity] = window.table[self.window_length]
         # Kahan's sum: thousands of equal addends would round the same way every time.
         addend = math.log(kept) - excess
         total = decayed[before] + addend
@@ -132,20 +158,26 @@ class Schedule:
         decayed[slot] = total
         if total < -1:  # only differences count, and those of small numbers are the better ones
             decayed = decayed - total
-        vars(self).update(
-            step=step,
-            window=window,
-            decayed=decayed,
-            _decayed_excess=excess,
-            _recent_rate=recent_rate,
-            _recent_root=recent_root,
-        )
+        vars(self).update(step=step, _window=window, decayed=decayed, _decayed_excess=excess)
 
-    def _newest(self) -> tuple[int, Any, Any, Any, float]:
+    def _newest(self) -> tuple[int, _Window, Any, float]:
         # On one line: nothing can come between.
-        return self.step, self._recent_rate, self._recent_root, self.decayed, self._decayed_excess
+        return self.step, self._window, self.decayed, self._decayed_excess
 
-    def _window_of(self, recent_rate: Any, recent_root: Any) -> Any:
+    @property
+    def window(self) -> Any:
+        """The coefficients of the gaps 0 to ``window_length``."""
+        return self._window.table
+
+    def _after(self, window: _Window, rate: float, root: float, kept: float) -> _Window:
+        """The window after a step with this rate and this root, which leaves so much of a weight."""
+        rates, roots = np.empty_like(window.rates), np.empty_like(window.roots)
+        rates[1:], rates[0] = window.rates[:-1] * kept, rate
+        roots[:, 1:], roots[:, 0] = window.roots[:, :-1], [root**n for n in range(7)]
+        with np.errstate(over="ignore", invalid="ignore"):
+            return _Window(rates, roots, self._coefficients_of(rates, roots))
+
+    def _coefficients_of(self, recent_rate: Any, recent_root: Any) -> Any:
         """The coefficients for every gap in the window, if these were the newest steps."""
         # sums[n, k-1] = sum over the last k steps of w * (e/eps)^n, where step T-i has the weight
         # rate * kept * ratio^(k-i) and e/eps = root * growth^(k-i). Every term is positive: no digit is lost.
