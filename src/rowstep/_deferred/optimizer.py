@@ -205,7 +205,7 @@ class DeferredAdam(RowOptimizer):
 
     def _step_rows(self, item: Rows, group: Group, backend: Backend) -> None:
         param, gradient = item.param, item.gradient
-        table = self._table_of(param, backend) or self._make_table(param, gradient.lead)
+        table = self._tables.get(param) or self._make_table(param, gradient.lead)  # the first half has looked at it
         if self.allow_stale:
             table.catch_up(gradient.rows, backend)
         step, rate = table.step + 1, _rate(group)
@@ -243,7 +243,7 @@ class DeferredAdam(RowOptimizer):
             table.flush(backend)
 
     def _step_dense(self, items: list[tuple[Tensor, Tensor]], group: Group, backend: Backend) -> None:
-        tables = [table for param, _ in items if (table := self._table_of(param, backend)) is not None]
+        tables = [self._tables[param] for param, _ in items if param in self._tables]
         for table in tables:
             table.flush(backend)
         rate = _rate(group)
