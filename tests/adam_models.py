@@ -203,7 +203,7 @@ class SparseModel(TableModel):
         if gradient.is_sparse or self.options["force_sparse"]:
             lead, rows, sums = gradient.summed_rows(self.shape, dtype)
             self._step_rows(lead, rows, sums, as_dense=False)
-        elif self.options["bias_correction"] == "row" and self.counts_rows:
+        elif self.options["bias_correction"] == "row" and (self.counts_rows or self._is_as_new):
             lead = self.row_steps.shape
             self._step_rows(lead, *gradient.all_rows(lead, dtype), as_dense=True)
         elif {self.dtype, self.state_dtype, gradient.dtype} != {self.dtype}:
@@ -214,8 +214,7 @@ class SparseModel(TableModel):
     def _step_rows(self, lead: tuple[int, ...], rows: Any, sums: Rough, *, as_dense: bool) -> None:
         per_row = self.options["bias_correction"] == "row" and sums.value.size > 0
         if per_row and not self.counts_rows:
-            seen = (as_rows(self.slots["exp_avg_sq"].value, lead) != 0).any(axis=1).reshape(lead)
-            self.row_steps = np.where(seen, self.steps, 0).astype(np.int64)
+            self.row_steps = self._history(lead)
         self.steps += 1
         if self.options["nonfinite"] == "skip":
             bad = self.nonfinite_rows(sums)
@@ -226,6 +225,29 @@ class SparseModel(TableModel):
             self.row_steps.reshape(-1)[rows] += 1
             count = self.row_steps.reshape(-1)[rows][:, None]
         self.move(lead, rows, sums, count, as_dense=as_dense)
+
+    @property
+    def _is_as_new(self) -> bool:
+        """Whether steps were taken, but no row has a trace of them."""
+        return self.steps > 0 and not self.slots["exp_avg_sq"].value.any()
+
+    def _history(self, lead: tuple[int, ...]) -> Any:
+        """The steps so far, of rows that have a trace of them."""
+        seen = (as_rows(self.slots["exp_avg_sq"].value, lead) != 0).any(axis=1).reshape(lead)
+        return np.where(seen, self.steps, 0).astype(np.int64)
+
+    def _count_before_new_rows(self) -> None:
+        is_by_row = self.options["bias_correction"] == "row" and self.row_steps is not None and self.row_steps.ndim
+        if is_by_row and self.has_state and not self.counts_rows:
+            self.row_steps = self._history(self.row_steps.shape)
+
+    def grow(self, weights: Tensor) -> None:
+        self._count_before_new_rows()
+        super().grow(weights)
+
+    def reset(self, rows: list[int]) -> None:
+        self._count_before_new_rows()
+        super().reset(rows)
 
     def _step_dense(self, gradient: Gradient) -> None:
         self.steps += 1

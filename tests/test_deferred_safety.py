@@ -292,3 +292,15 @@ def test_ids_outside_a_table_are_an_error_whether_rows_wait_or_not() -> None:
             with pytest.raises(IndexError, match=rf"ids has {ids[-1]} in dimension 0; expected 0 <= index < 4"):
                 optimizer.catch_up(param, torch.tensor(ids))
         step_with(optimizer, param, rows_of(param, [1]))
+
+
+def test_rows_to_catch_up_may_be_a_mask_and_must_be_numbers() -> None:
+    twins = after_some_steps()
+    mask = torch.zeros(40, dtype=torch.bool)
+    mask[35] = True
+    twins.ours.catch_up(twins.model.weight, mask)
+    assert distance(twins.model.weight[35], twins.twin.weight[35]) <= BAR
+    wrong: list[Any] = [torch.tensor([3.9]), [1], torch.tensor([1j])]
+    for ids in wrong:
+        with pytest.raises(TypeError, match="expected a tensor of integers, or a mask of booleans"):
+            twins.ours.catch_up(twins.model.weight, ids)

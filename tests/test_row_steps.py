@@ -62,10 +62,10 @@ def test_counts_written_from_outside_are_seen() -> None:
     assert optimizer.state[param]["row_step"].tolist() == [6, 1, 2, 2]
     optimizer.reset_rows(param, torch.arange(4))
     step_with(optimizer, param, torch.ones(4, 2))
-    assert optimizer.state[param]["row_step"].tolist() == [0] * 4  # as new: dense gradients count nothing
+    assert optimizer.state[param]["row_step"].tolist() == [1] * 4
     optimizer.grow(param, 1)
     step_with(optimizer, param, rows_of(param, [0, 4]))
-    assert optimizer.state[param]["row_step"].tolist() == [4, 3, 3, 3, 1]
+    assert optimizer.state[param]["row_step"].tolist() == [2, 1, 1, 1, 1]
 
 
 def test_a_slot_made_in_inference_mode_counts() -> None:
@@ -99,3 +99,32 @@ def test_rows_over_other_dimensions_are_refused_before_a_maximum_is_made() -> No
     with pytest.raises(ValueError, match=r"counted rows over \(4,\)"):
         step_with(optimizer, param, torch.eye(4, 2).to_sparse())
     assert "max_exp_avg_sq" not in optimizer.state[param]
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+@pytest.mark.parametrize("change", ["grow", "reset", "reset all"])
+def test_a_row_that_begins_anew_moves_by_lr(change: str, is_sparse: bool) -> None:
+    """Whatever kind of gradient comes next, and also if none of the steps before was counted by rows."""
+    param = table(2, 1, dtype=torch.float64)
+    optimizer = rowstep.SparseAdam([param], lr=0.1, bias_correction="row")
+    for _ in range(100):
+        step_with(optimizer, param, torch.ones(2, 1, dtype=torch.float64))
+    if change == "grow":
+        optimizer.grow(param, 1)
+    else:
+        optimizer.reset_rows(param, torch.tensor([1, 0] if change == "reset all" else [1]))
+    before = param.detach().clone()
+    grad = rows_of(param, range(len(param)), 1.0) if is_sparse else torch.ones_like(param)
+    step_with(optimizer, param, grad)
+    torch.testing.assert_close(param.detach(), before - 0.1, rtol=0, atol=1e-6)  # a sparse step has eps elsewhere
+    counts = {"grow": [101, 101, 1], "reset": [101, 1], "reset all": [1, 1]}[change]
+    assert optimizer.state[param]["row_step"].tolist() == counts
+
+
+def test_a_dense_gradient_after_an_empty_one_is_a_first_step() -> None:
+    param = table(4, 2)
+    before = param.detach().clone()
+    optimizer = rowstep.SparseAdam([param], lr=0.1, bias_correction="row")
+    step_with(optimizer, param, rows_of(param, []))
+    step_with(optimizer, param, torch.ones(4, 2))
+    torch.testing.assert_close(param.detach(), before - 0.1)

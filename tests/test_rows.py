@@ -195,3 +195,24 @@ def test_selected_rows_count_as_touched_whatever_their_values() -> None:
         select_rows_(param, torch.tensor([1]))
     with pytest.raises(ValueError, match="gradient is None"):
         select_rows_(table(2, 2), torch.tensor([1]))
+
+
+def test_a_function_may_return_new_rows_or_fill_them() -> None:
+    for init in (lambda rows: torch.full_like(rows, 7.0), lambda rows: rows.fill_(7.0), lambda rows: None):
+        param = table(4, 2)
+        SparseAdam([param]).grow(param, 2, init)
+        assert param[4:].tolist() == [[0.0 if init(torch.ones(1)) is None else 7.0] * 2] * 2
+
+
+def test_what_is_no_surgery_is_named() -> None:
+    param = table(4, 2)
+    optimizer: Any = SparseAdam([param])
+    cases: list[tuple[Any, str]] = [
+        (lambda: optimizer.grow(param, 1.5), "rows is 1.5; expected how many"),
+        (lambda: optimizer.grow(param, 1, None), "init is None; expected a tensor"),
+        (lambda: optimizer.keep_rows(param, [1]), "expected a tensor, a mask or a list of ids, got list"),
+        (lambda: optimizer.reset_rows(None, torch.tensor([1])), "expected a parameter of this optimizer, got NoneType"),
+    ]
+    for action, message in cases:
+        with pytest.raises((TypeError, ValueError), match=message):
+            action()

@@ -21,7 +21,8 @@ from . import _backends, _dense, _rows, _shard
 from ._backends import Addresses, Backend, Operands, Outcome, admit, admit_state
 from ._gradient import RowGradient, outside_message, row_gradient
 from ._loading import check_slots, check_states, check_structure, tidied
-from ._options import check_group, check_layouts, check_learning_rate, parameter_name
+from ._memory import has_memory, lost_memory
+from ._options import check_group, check_is_number, check_layouts, check_learning_rate, parameter_name
 from ._rows import Init
 from ._state import FLOATS, State, allocate, ensure_moments, incomplete, misfit
 
@@ -53,7 +54,7 @@ class RowOptimizer(Optimizer):
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         check_learning_rate(defaults["lr"], zero_allowed=False)
         self._check_group(defaults, "")
-        self._is_complete = False
+        self._is_complete, self._options = False, tuple(defaults)
         self._begin()
         super().__init__(params, defaults)
         check_layouts(self.param_groups, type(self).__name__)
@@ -65,6 +66,8 @@ class RowOptimizer(Optimizer):
         # handler that saves a checkpoint may run in the middle of a step, in the same thread.
         self._lock = threading.RLock()
         self._unfinished: Callable[[], None] | None = None
+        self._checked: dict[int, tuple[Any, list[Any]]] = {}
+        """Of each group, the options that were last found to be good."""
         self._places: dict[Tensor, tuple[Group, int]] = {}
         """In which group parameters were found, and where in it: a search takes long where there are many."""
 
@@ -145,13 +148,15 @@ class RowOptimizer(Optimizer):
             self._unfinished = None
 
     def _collect(self, group_index: int, group: Group, backend: Backend) -> Work:
-        """What this group has to do. Writes nothing, and raises if some gradient cannot be taken."""
+        """What this group has to do. Writes nothing, and raises if some option or gradient cannot be taken."""
+        self._check_again(group, f" in group {group_index}")
         work = Work([], [])
         for index, param in enumerate(group["params"]):
             grad = param.grad
             if grad is None:
                 continue
             try:
+                grad = _materialized(grad)
                 state = self.state.get(param, {})
                 _check_fit(param, grad)
                 if reason := incomplete(state):
@@ -170,6 +175,23 @@ class RowOptimizer(Optimizer):
             except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as flaw:
                 raise type(flaw)(f"{parameter_name(group, group_index, index)}: {flaw}") from flaw
         return work
+
+    def _check_again(self, group: Group, where: str) -> None:
+        """Raise if somebody has edited this group so that it cannot be honoured any more."""
+        try:
+            _, betas, *others = map(group.__getitem__, self._options)  # lr comes first
+        except KeyError as missing:
+            raise ValueError(f"{missing} is missing{where}; expected every option that the constructor has") from None
+        self._check_rate(group, where)
+        # What may have changed inside, a list or a Tensor, is looked at every time.
+        is_fixed = type(betas) is tuple and not any(isinstance(option, Tensor) for option in (*betas, *others))
+        if not is_fixed or self._checked.get(id(group)) != (betas, others):
+            self._check_group(group, where)
+            self._checked[id(group)] = betas, others
+
+    def _check_rate(self, group: Group, where: str) -> None:
+        """Raise if a step cannot be taken with this lr."""
+        check_is_number(group["lr"], where)
 
     def _as_rows(self, param: Tensor, grad: Tensor, state: State, group: Group) -> Rows | None:
         """The gradient as rows, or None if it is one for torch's dense Adam."""
@@ -196,17 +218,19 @@ class RowOptimizer(Optimizer):
     @torch.no_grad()
     def grow(self, param: Tensor, rows: int, init: Init = torch.nn.init.normal_) -> None:
         """Append ``rows`` rows to ``param``. Their weights are ``init``, or what that function makes of them."""
-        self._operate(param, lambda state: _rows.grow(param, state, rows, init))
+        self._operate(param, lambda state: _rows.grow(param, state, rows, init, self._steps_of_rows(param, state)))
 
     @torch.no_grad()
     def keep_rows(self, param: Tensor, mask_or_ids: Tensor) -> None:
         """Keep the rows of ``param`` that a mask or a list of ids names, in that order, and drop the others."""
+        self._group_of(param)
         rows = _rows.named_rows(param, mask_or_ids)
         self._operate(param, lambda state: _rows.keep(param, state, rows))
 
     @torch.no_grad()
     def permute_rows(self, param: Tensor, order: Tensor) -> None:
         """Reorder ``param``: row i becomes what row ``order[i]`` was."""
+        self._group_of(param)
         rows = _rows.named_rows(param, order)
         if order.dtype == torch.bool or len(rows) != _rows.row_count(param):
             raise ValueError(f"order has {len(rows)} entries; expected each of the {len(param)} rows once")
@@ -215,8 +239,13 @@ class RowOptimizer(Optimizer):
     @torch.no_grad()
     def reset_rows(self, param: Tensor, ids: Tensor) -> None:
         """Make these rows of ``param`` new to the optimizer: moments and counts are 0. Their weights stay."""
+        self._group_of(param)
         rows = _rows.named_rows(param, ids)
-        self._operate(param, lambda state: _rows.reset(param, state, rows))
+        self._operate(param, lambda state: _rows.reset(param, state, rows, self._steps_of_rows(param, state)))
+
+    def _steps_of_rows(self, param: Tensor, state: State) -> Tensor | None:
+        """How many steps each row has taken, if that has to be counted from now on."""
+        return None
 
     def _operate(self, param: Tensor, change: Callable[[State], None]) -> None:
         """Change the rows of a parameter and of its state."""
@@ -229,6 +258,8 @@ class RowOptimizer(Optimizer):
             change(state)
 
     def _group_of(self, param: Tensor) -> Group:
+        if not isinstance(param, Tensor):
+            raise TypeError(f"expected a parameter of this optimizer, got {type(param).__name__}")
         group = self._find_group(param)
         if group is None:
             raise ValueError(f"a parameter of shape {tuple(param.shape)} is not one of this optimizer's")
@@ -328,10 +359,22 @@ class RowOptimizer(Optimizer):
         if "_lock" not in self.__dict__:  # a copy or an unpickled optimizer, not a loaded state dict
             self._begin()
         super().__setstate__(state)
+        self._options = tuple(name for name in self.defaults if name != "differentiable")  # which torch puts there
 
 
 def _local_state(state: State, param: Tensor) -> State:
     return _shard.as_local_state(tidied(state), param)
+
+
+def _materialized(grad: Tensor) -> Tensor:
+    """The gradient itself, or one that has the memory and the signs that its numbers say it has."""
+    if grad.is_sparse or grad.layout != torch.strided:
+        return grad
+    if grad.is_neg() or grad._is_zerotensor():  # torch makes these to save work, and its fused Adam takes neither
+        return torch.empty_like(grad).copy_(grad)
+    if grad.is_cpu and not has_memory(grad):
+        raise ValueError(lost_memory("the gradient", grad))
+    return grad
 
 
 def _check_fit(param: Tensor, grad: Tensor) -> None:

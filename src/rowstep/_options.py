@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from numbers import Real
 from typing import Any
 
@@ -32,6 +33,12 @@ def check_learning_rate(lr: float | Tensor, *, zero_allowed: bool, where: str = 
         raise ValueError(f"Invalid learning rate: {_shown(lr)}{where}; expected a finite number {bound}")
 
 
+def check_is_number(lr: float | Tensor, where: str = "") -> None:
+    """What torch's optimizers ask of an lr once they run: schedules may make it anything."""
+    if not isinstance(lr, (float, int)) and not _is_number(lr):
+        raise ValueError(f"Invalid learning rate: {_shown(lr)}{where}; expected a number, or a Tensor of one")
+
+
 def check_group(group: Mapping[str, Any], where: str = "") -> None:
     """Everything in a group but its lr; ``where`` names the group in the message."""
     eps, betas, weight_decay = group["eps"], group["betas"], group["weight_decay"]
@@ -52,14 +59,20 @@ def check_group(group: Mapping[str, Any], where: str = "") -> None:
             raise ValueError(f"Invalid {name}: {group[name]!r}{where}; expected {expected}")
 
 
+def _is_number(value: object) -> bool:
+    """Whether this is a real number that torch can compute with, or a Tensor of one."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex() and value.layout == torch.strided and not value.is_meta
+    return isinstance(value, Real) and not isinstance(value, Fraction)
+
+
 def _is_finite(value: object) -> bool:
     """Whether this is a finite number, or a Tensor of one."""
-    if isinstance(value, Tensor):
-        if value.numel() != 1 or value.is_complex() or value.layout != torch.strided or value.is_meta:
-            return False
-        value = value.item()
+    if not _is_number(value):
+        return False
+    number: Any = value.item() if isinstance(value, Tensor) else value
     try:
-        return isinstance(value, Real) and math.isfinite(value)
+        return math.isfinite(number)
     except OverflowError:  # an int beyond float64
         return False
 

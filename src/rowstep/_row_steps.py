@@ -5,10 +5,10 @@ into slots that are there, and torch makes those of a fresh optimizer by a step 
 with the first gradient of rows would have no place to be read into.
 
 Dense gradients count nothing. As long as no other has come, the slot is zero everywhere: it is *blank*, the parameter
-steps as under torch.optim.Adam, and a blank slot says as much as none. When the first gradient of rows comes, the
-counts begin with the history that the moments show. Rows with history never count zero after that, except by
-``reset_rows``, which takes the moments along. So zeros from a file, or from another process, mean the same as zeros
-from here.
+steps as under torch.optim.Adam, and a blank slot says as much as none. When the first gradient of rows comes, or some
+rows begin anew by ``grow`` or ``reset_rows``, the counts begin with the history that the moments show.
+Rows with history never count zero after that, except by ``reset_rows``, which takes the moments along. So zeros from a
+file, or from another process, mean the same as zeros from here.
 
 Telling blank from counted takes a look at all rows. The answer holds until somebody writes to the slot: torch counts
 its own writes in ``_version``, and those that it cannot see, by a kernel, only ever happen to a slot that is counted.
@@ -35,6 +35,7 @@ class RowSteps:
 
     def __init__(self) -> None:
         self._last_look: dict[Tensor, tuple[Tensor, float, bool]] = {}
+        self._with_history: dict[Tensor, tuple[Tensor, float]] = {}
 
     def are_counted(self, param: Tensor, state: State) -> bool:
         """Whether this state counts rows: it has the slot, and the slot is not blank."""
@@ -47,6 +48,34 @@ class RowSteps:
         counted = bool(slot.any())
         self._last_look[param] = slot, _writes_to(slot), counted
         return counted
+
+    def takes_rows(self, param: Tensor, state: State) -> bool:
+        """Whether a dense gradient has to be counted row by row, because ``step`` does not tell what rows have taken.
+
+        Rows have counts; or the parameter has taken steps, but none of its rows has any history of them.
+        """
+        if self.are_counted(param, state):
+            return True
+        if "exp_avg_sq" not in state or int(state["step"]) == 0:
+            return False
+        slot, last = state.get("row_step"), self._with_history.get(param)
+        if slot is not None and last is not None and last[0] is slot and last[1] == _writes_to(slot):
+            return False
+        if not state["exp_avg_sq"].any():
+            return True
+        if slot is not None:
+            self._with_history[param] = slot, _writes_to(slot)
+        return False
+
+    def before_new_rows(self, param: Tensor, state: State) -> Tensor | None:
+        """What to count from, if rows have taken steps without being counted and some are about to begin anew."""
+        lead = tuple(state["row_step"].shape)
+        if not lead or self.are_counted(param, state) or "exp_avg_sq" not in state or int(state["step"]) == 0:
+            return None
+        history = {key: state[key] for key in ("step", "exp_avg_sq")}
+        ensure_row_steps(history, lead)
+        counts: Tensor = history["row_step"]
+        return counts
 
     def begin(self, param: Tensor, state: State, lead: tuple[int, ...]) -> None:
         """Count rows that run over the dimensions ``lead`` from now on, if that has not begun yet."""

@@ -21,26 +21,31 @@ from ._shard import shard_of
 from ._state import State, zeros_like
 
 Init = Tensor | Callable[[Tensor], object]
-"""The weights of new rows, or a function that fills them in place, such as those of ``torch.nn.init``."""
+"""The weights of new rows, or a function that fills zeros in place, as ``torch.nn.init``'s do, or returns weights."""
 
 
 @torch.inference_mode(False)
-def grow(param: Tensor, state: State, count: int, init: Init) -> None:
-    """Append ``count`` rows with the weights ``init``, or what it makes of them, and the state of rows never seen."""
+def grow(param: Tensor, state: State, count: int, init: Init, row_steps: Tensor | None = None) -> None:
+    """Append ``count`` rows with the weights ``init``, or what it makes of them, and the state of rows never seen.
+
+    ``row_steps`` are counts of the rows so far, to take the place of those in the state.
+    """
     _refuse_a_part(param)
-    if count < 0:
+    if not isinstance(count, int) or count < 0:
         raise ValueError(f"rows is {count}; expected how many rows to add, 0 or more")
+    if not isinstance(init, Tensor) and not callable(init):
+        raise TypeError(f"init is {init!r}; expected a tensor of weights, or a function that fills one")
     old = row_count(param)
     table = param.new_empty(old + count, *param.shape[1:])
     table[:old] = param.detach()
-    if isinstance(init, Tensor):
-        if init.shape != table[old:].shape:
-            raise ValueError(f"init has shape {tuple(init.shape)}; expected {tuple(table[old:].shape)}")
-        table[old:] = init
-    else:
-        init(table[old:])
+    new = table[old:].zero_()
+    made = init if isinstance(init, Tensor) else init(new)
+    if isinstance(made, Tensor) and made is not new:
+        if made.shape != new.shape:
+            raise ValueError(f"init has shape {tuple(made.shape)}; expected {tuple(new.shape)}")
+        new.copy_(made)
     changed = {}
-    for key, tensor in _row_states(state, old):
+    for key, tensor in _row_states(state if row_steps is None else state | {"row_step": row_steps}, old):
         changed[key] = zeros_like(tensor.new_empty(old + count, *tensor.shape[1:]))
         changed[key][:old] = tensor
     replace_table(param, table, state, changed)
@@ -55,16 +60,21 @@ def keep(param: Tensor, state: State, rows: Tensor) -> None:
 
 
 @torch.inference_mode(False)
-def reset(param: Tensor, state: State, rows: Tensor) -> None:
+def reset(param: Tensor, state: State, rows: Tensor, row_steps: Tensor | None = None) -> None:
     """Give these rows the state of rows never seen. Their weights are left to the caller.
 
-    No row moves, so gradients and graphs stay good.
+    No row moves, so gradients and graphs stay good. ``row_steps`` are as for ``grow``.
     """
     before = [(tensor, tensor.index_select(0, rows)) for _, tensor in _row_states(state, row_count(param))]
+    blank = state["row_step"].clone() if row_steps is not None else None
     try:
+        if row_steps is not None:
+            state["row_step"].copy_(row_steps)
         for tensor, _ in before:
             tensor.index_fill_(0, rows, 0)
     except BaseException:
+        if blank is not None:
+            state["row_step"].copy_(blank)
         for tensor, values in before:
             tensor.index_copy_(0, rows, values)
         raise
@@ -73,6 +83,8 @@ def reset(param: Tensor, state: State, rows: Tensor) -> None:
 def named_rows(param: Tensor, mask_or_ids: Tensor) -> Tensor:
     """Row numbers from a mask over all rows or from a list of distinct ids."""
     count = row_count(param)
+    if not isinstance(mask_or_ids, Tensor):
+        raise TypeError(f"expected a tensor, a mask or a list of ids, got {type(mask_or_ids).__name__}")
     if mask_or_ids.dim() != 1:
         raise ValueError(f"expected a one-dimensional mask or list of ids, got shape {tuple(mask_or_ids.shape)}")
     if mask_or_ids.dtype == torch.bool:

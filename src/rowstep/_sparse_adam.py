@@ -13,8 +13,7 @@ from . import _dense
 from ._backends import Addresses, Backend, Operands, Outcome, admit, admit_counts, admit_state
 from ._gradient import all_rows, nonzero_rows
 from ._loading import row_counts
-from ._optimizer import Group, RowOptimizer, Rows, Work
-from ._options import CHOICES
+from ._optimizer import Group, RowOptimizer, Rows
 from ._row_steps import RowSteps, ensure_slot
 from ._rule import row_rule
 from ._state import MOMENTS, State, ensure_moments
@@ -85,19 +84,14 @@ class SparseAdam(RowOptimizer):
         self.skipped_rows = 0
         self._row_steps = RowSteps()
 
-    def _collect(self, group_index: int, group: Group, backend: Backend) -> Work:
-        for name in ("bias_correction", "nonfinite"):  # a group can be edited after it was checked
-            if group[name] not in CHOICES[name]:
-                self._check_group(group, f" in group {group_index}")
-        return super()._collect(group_index, group, backend)
-
     def _as_rows(self, param: Tensor, grad: Tensor, state: State, group: Group) -> Rows | None:
         if grad.is_sparse:
             return super()._as_rows(param, grad, state, group)
         if group["force_sparse"]:
             return Rows(param, nonzero_rows(grad))
-        if group["bias_correction"] == "row" and self._row_steps.are_counted(param, state):
-            return Rows(param, all_rows(grad, tuple(state["row_step"].shape)), as_dense=True)
+        if group["bias_correction"] == "row" and self._row_steps.takes_rows(param, state):
+            lead = tuple(state["row_step"].shape if "row_step" in state else param.shape[:1])
+            return Rows(param, all_rows(grad, lead), as_dense=True)
         dtypes = {state[key].dtype for key in MOMENTS if key in state}
         if dtypes | {grad.dtype} != {param.dtype}:  # torch's Adam wants one dtype for all
             return Rows(param, all_rows(grad, tuple(param.shape[:1])), as_dense=True)
@@ -175,6 +169,10 @@ class SparseAdam(RowOptimizer):
                 rows_before.restore()
             raise
         self.skipped_rows += sum(rows_before.count for rows_before in untouched)
+
+    def _steps_of_rows(self, param: Tensor, state: State) -> Tensor | None:
+        is_by_row = self._group_of(param)["bias_correction"] == "row" and "row_step" in state
+        return self._row_steps.before_new_rows(param, state) if is_by_row else None
 
     def allocate_state(self) -> None:
         super().allocate_state()

@@ -72,12 +72,14 @@ def zeros_like(param: Tensor) -> Tensor:
 
 def ensure_moments(state: State, param: Tensor, *, amsgrad: bool) -> None:
     """Create what this parameter's state does not have yet: all of it, or nothing if memory runs out."""
-    new: State = {}
-    if "exp_avg" not in state:
-        new = {"step": state.get("step", 0), "exp_avg": zeros_like(param), "exp_avg_sq": zeros_like(param)}
-    if amsgrad and "max_exp_avg_sq" not in state:
-        new["max_exp_avg_sq"] = zeros_like(param)
-    if new:
+    if "exp_avg" in state and (not amsgrad or "max_exp_avg_sq" in state):
+        return
+    with lasting():
+        new: State = {}
+        if "exp_avg" not in state:
+            new = {"step": state.get("step", 0), "exp_avg": zeros_like(param), "exp_avg_sq": zeros_like(param)}
+        if amsgrad and "max_exp_avg_sq" not in state:
+            new["max_exp_avg_sq"] = zeros_like(param)
         state.update(new)
 
 
@@ -119,6 +121,8 @@ def slot_misfit(state: State, param: Tensor) -> str | None:
     shape, device = param.shape, param.device
     if param.is_cpu and not has_memory(param):
         return lost_memory("the parameter", param)
+    if overlaps_itself(param):
+        return f"the parameter has strides {param.stride()}; expected memory for each of its numbers, use .contiguous()"
     owners = {param.data_ptr(): "of the weights"} if param.is_cpu else {}
     for key in MOMENTS:
         if key in state:
@@ -198,7 +202,8 @@ def set_count(state: State, count: int) -> None:
 def count_tensor(count: float, device: torch.device | None = None) -> Tensor:
     """A ``step`` as torch.optim.Adam keeps it, and from 2^24 on in the dtype that can go on counting."""
     dtype = torch.float32 if count < largest_count(torch.float32) else torch.float64
-    return torch.tensor(float(count), dtype=dtype, device=device)
+    with lasting():
+        return torch.tensor(float(count), dtype=dtype, device=device)
 
 
 def largest_count(dtype: torch.dtype) -> float:

@@ -100,7 +100,7 @@ def _addresses(param: Tensor, state: State) -> Addresses | None:
         if not (
             param.is_cpu and m.is_cpu and v.is_cpu
             and param.is_contiguous() and m.is_contiguous() and v.is_contiguous()
-            and m.shape == shape and v.shape == shape
+            and m.shape == shape and v.shape == shape and not param.is_neg()
             and dtype in _FLOATS and state_dtype in _FLOATS and v.dtype is state_dtype
             and param.untyped_storage().nbytes() >= param.nbytes and (not param.storage_offset() or has_memory(param))
             and m.untyped_storage().nbytes() >= (size := m.nbytes) and (not m.storage_offset() or has_memory(m))
@@ -157,7 +157,7 @@ def _admit_gradient(gradient: RowGradient) -> bool:
             f"the gradient has values {described(values)} for row numbers {described(rows)}; expected a row of "
             f"{gradient.columns} floating-point numbers for each"
         )
-    if not values.is_cpu:
+    if not values.is_cpu or values.is_neg():
         return False
     if not has_memory(values):
         raise ValueError(lost_memory("the gradient's values", values))

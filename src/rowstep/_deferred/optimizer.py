@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import _backends
 from .._backends import Backend, Outcome, admit, admit_state, reference
 from .._gradient import by_first_dimension, outside_message, rows_of_first_dimension
-from .._optimizer import Group, RowOptimizer, Rows, Work
+from .._optimizer import Group, RowOptimizer, Rows
+from .._options import check_learning_rate
 from .._rule import row_rule
 from .._schedule import check_betas
 from .._state import State, compute_dtype, count_tensor, ensure_moments, lasting, set_count
@@ -99,7 +100,7 @@ class DeferredAdam(RowOptimizer):
             )
         beta1, beta2 = group["betas"]
         check_betas(float(beta1), float(beta2), amsgrad=group["amsgrad"], where=where)
-        _check_decay(group)
+        _check_decay(group, where)
 
     # Reading
 
@@ -132,7 +133,7 @@ class DeferredAdam(RowOptimizer):
             self._finish_step()
             backend = _backends.chosen()
             row_count = math.prod(param.shape[:1])
-            rows = ids.detach().reshape(-1).to(device=param.device, dtype=torch.int64).contiguous()
+            rows = _numbers_of(ids).to(device=param.device, dtype=torch.int64).contiguous()
             outside = backend.first_outside(rows, row_count)
             if outside is not None:
                 raise IndexError(outside_message(outside, row_count).replace("the gradient has index", "ids has"))
@@ -168,21 +169,24 @@ class DeferredAdam(RowOptimizer):
     def bring_up_to_date(self, param: Tensor, ids: Tensor | None) -> None:
         """What attached modules call before they read: like :meth:`catch_up` or :meth:`flush`.
 
-        An id outside the table is left to the lookup itself, which has its own message for it.
+        What is no id of the table is left to the lookup itself, which has its own message for it.
         """
         if param not in self._tables:
             return
         if ids is None:
             self.flush(param)
         else:
-            with contextlib.suppress(IndexError):
+            with contextlib.suppress(IndexError, TypeError):
                 self.catch_up(param, ids)
 
     # Stepping
 
-    def _collect(self, group_index: int, group: Group, backend: Backend) -> Work:
-        self._check_group(group, f" in group {group_index}")  # it can be edited after it was checked
-        return super()._collect(group_index, group, backend)
+    def _check_rate(self, group: Group, where: str) -> None:
+        check_learning_rate(group["lr"], zero_allowed=True, where=where)
+
+    def _check_again(self, group: Group, where: str) -> None:
+        super()._check_again(group, where)
+        _check_decay(group, where)  # for the lr of this step
 
     def _as_rows(self, param: Tensor, grad: Tensor, state: State, group: Group) -> Rows | None:
         if not grad.is_sparse:
@@ -387,6 +391,15 @@ def _ensure_maximum(state: State, param: Tensor, group: Group) -> None:
         torch.maximum(largest, state["exp_avg_sq"] * group["betas"][1], out=largest)
 
 
+def _numbers_of(ids: Tensor) -> Tensor:
+    """Row numbers from ids of any shape, or from a mask over all rows."""
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex():
+        found = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise TypeError(f"ids are {found}; expected a tensor of integers, or a mask of booleans")
+    ids = ids.detach().reshape(-1)
+    return ids.nonzero().view(-1) if ids.dtype == torch.bool else ids
+
+
 def _options(group: Group) -> Options:
     beta1, beta2 = group["betas"]
     return (float(beta1), float(beta2)), group["eps"], group["amsgrad"]
@@ -398,9 +411,9 @@ def _rate(group: Group) -> Rate:
     return lr.clone() if isinstance(lr, Tensor) else lr, group["weight_decay"]
 
 
-def _check_decay(group: Mapping[str, Any]) -> None:
+def _check_decay(group: Mapping[str, Any], where: str) -> None:
     decay = float(group["lr"]) * group["weight_decay"]
     if decay >= 1:
         raise ValueError(
-            f"lr * weight_decay is {decay}; deferred steps need it below 1, so that a weight is not negated"
+            f"lr * weight_decay is {decay}{where}; deferred steps need it below 1, so that a weight is not negated"
         )
