@@ -59,8 +59,8 @@ class Run:
         for number, param in enumerate(self.params):
             zeros = torch.zeros_like(param)
             saved["state"][number] = {"step": count, "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
-        if options.get("bias_correction") == "row":
-            saved["state"][0]["row_step"] = torch.full((6,), count)
+            if options.get("bias_correction") == "row":
+                saved["state"][number]["row_step"] = torch.full(param.shape[:1], count)
         self.optimizer.load_state_dict(saved)
 
     def made(self, params: list[Parameter]) -> Any:

@@ -78,8 +78,9 @@ class Watch:
 
     def assert_flat(self, name: str) -> None:
         print(f"{name}: µs a step {[round(spent, 1) for spent in self._spent]}, {self._resident[-1] >> 20} MiB")
-        # What a step leaves behind once, it has left by the end of the second chunk. A number a step would be 24 MiB.
-        assert self._resident[-1] - self._resident[1] < 4 << 20
+        # What a step leaves behind once, it has left by the end of the second chunk. A number a step would be 24 MiB;
+        # the allocator's own ups and downs, over arrays of a chunk's gradients, were 5 MiB.
+        assert self._resident[-1] - self._resident[1] < 12 << 20
         assert self._objects[-1] - self._objects[1] < 1000
 
 
