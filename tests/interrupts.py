@@ -44,11 +44,11 @@ class Interrupter:
 
 
 def lines_of(action: Callable[[], object]) -> range:
-    """The lines of an action at which to interrupt it: about 25 of them, or all if there is time."""
+    """The lines of an action at which to interrupt it: about 15 of them, or all if there is time."""
     counter = Interrupter()
     counter.run(action)
     assert counter.lines > 10
-    return range(1, counter.lines + 1, 1 if LONG else counter.lines // 25 + 1)
+    return range(1, counter.lines + 1, 1 if LONG else counter.lines // 15 + 1)
 
 
 def interrupted(prepare: Callable[[], tuple[Any, Callable[[], object]]]) -> Iterator[Any]:

@@ -91,6 +91,7 @@ def test_every_combination(schedule: str, eps: float, options: dict[str, Any], m
         run(3000, 500, 16, schedule=schedule, eps=eps, scale=scale, **options)
 
 
+@only_long
 def test_rows_may_wait_longer_than_the_table_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ring of past steps holds 16,384; rows are brought up to date in turn before it comes round."""
     monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
@@ -98,7 +99,7 @@ def test_rows_may_wait_longer_than_the_table_remembers(monkeypatch: pytest.Monke
     twins.look_up(*range(7))
     twins.look_up(2, 4)
     nothing = rows_of(twins.model.weight, [])
-    for _ in range(4 if LONG else 1):
+    for _ in range(4):
         for _ in range(16_500):
             step_with(twins.ours, twins.model.weight, nothing)
             step_with(twins.theirs, twins.twin.weight, torch.zeros_like(twins.twin.weight))

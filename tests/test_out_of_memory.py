@@ -51,7 +51,7 @@ def after_scarcity(prepare: Callable[[], Any], action: Callable[[Any], object]) 
     with Scarcity() as counter:
         action(world)
     assert counter.operations > 3
-    for at in range(1, counter.operations + 1, 1 if LONG else counter.operations // 25 + 1):
+    for at in range(1, counter.operations + 1, 1 if LONG else counter.operations // 15 + 1):
         world = prepare()
         with pytest.raises(NO_MEMORY, match="allocate"), Scarcity(at):
             action(world)
