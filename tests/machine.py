@@ -5,6 +5,7 @@ After every rule the options, the weights, the moments and the counts of both ba
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -111,20 +112,21 @@ class Machine(RuleBasedStateMachine):
 
     # What subclasses say
 
+    @abstractmethod
     def make_optimizer(self, side: Side, groups: list[dict[str, Any]]) -> Any:
-        raise NotImplementedError
+        """An optimizer of these groups, whose parameters are the side's tables."""
 
+    @abstractmethod
     def can_compile(self, options: str, dtype: torch.dtype, state_dtype: torch.dtype) -> bool:
         """Whether a kernel for this is among those that a short run may compile."""
-        raise NotImplementedError
 
     def can_all_compile(self, dtypes: Callable[[Any], tuple[torch.dtype, torch.dtype]]) -> bool:
         pairs = zip(self.names, self.models, strict=True)
         return all(self.can_compile(name, *dtypes(model)) for name, model in pairs)
 
+    @abstractmethod
     def number_or_class(self, value: Any) -> Any:
         """What two numbers that are not finite must have in common."""
-        raise NotImplementedError
 
     def compared_rows(self, model: Any) -> Any:
         return np.ones(model.shape[:1], dtype=bool)

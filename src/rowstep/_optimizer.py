@@ -201,8 +201,7 @@ class RowOptimizer(Optimizer):
         """The operands of an update, if all of the state is there; raise if what is there does not fit."""
         if "exp_avg" not in state or (group["amsgrad"] and "max_exp_avg_sq" not in state):
             return None
-        counted = group.get("bias_correction") == "row"
-        return admit(item.param, state, item.gradient, at, amsgrad=group["amsgrad"], counted=counted)
+        return admit(item.param, state, item.gradient, at, amsgrad=group["amsgrad"], counted=False)
 
     def _check_gradient(self, param: Tensor, grad: Tensor, item: Rows | None, group: Group, backend: Backend) -> None:
         """Raise if this gradient, whose indices are known to be good, cannot be taken; ``item`` is what it became."""

@@ -14,7 +14,7 @@ longer needs its first J steps only, and those lie in the past for good: when a 
 Frozen entries are kept in a ring. ``capacity`` steps is how far back it reaches; the owner of the table sees to it that
 no row waits longer, so the memory is bounded however long the run.
 
-A model has many tables, and most of them take the same steps. A window takes 0.1 ms to build, as long as the step of a
+A model has many tables, and most of them take the same steps. A window takes 0.2 ms to build, longer than the step of a
 small table, so schedules that have begun alike and gone on alike share it: each window remembers the one that came
 after it, as long as some schedule is there.
 """
