@@ -300,6 +300,8 @@ def test_rows_to_catch_up_may_be_a_mask_and_must_be_numbers() -> None:
     mask[35] = True
     twins.ours.catch_up(twins.model.weight, mask)
     assert distance(twins.model.weight[35], twins.twin.weight[35]) <= BAR
+    with pytest.raises(ValueError, match="the mask has 39 entries; expected one for each of the 40 rows"):
+        twins.ours.catch_up(twins.model.weight, mask[1:])
     wrong: list[Any] = [torch.tensor([3.9]), [1], torch.tensor([1j])]
     for ids in wrong:
         with pytest.raises(TypeError, match="expected a tensor of integers, or a mask of booleans"):

@@ -133,7 +133,7 @@ class DeferredAdam(RowOptimizer):
             self._finish_step()
             backend = _backends.chosen()
             row_count = math.prod(param.shape[:1])
-            rows = _numbers_of(ids).to(device=param.device, dtype=torch.int64).contiguous()
+            rows = _numbers_of(ids, row_count).to(device=param.device, dtype=torch.int64).contiguous()
             outside = backend.first_outside(rows, row_count)
             if outside is not None:
                 raise IndexError(outside_message(outside, row_count).replace("the gradient has index", "ids has"))
@@ -391,13 +391,17 @@ def _ensure_maximum(state: State, param: Tensor, group: Group) -> None:
         torch.maximum(largest, state["exp_avg_sq"] * group["betas"][1], out=largest)
 
 
-def _numbers_of(ids: Tensor) -> Tensor:
+def _numbers_of(ids: Tensor, row_count: int) -> Tensor:
     """Row numbers from ids of any shape, or from a mask over all rows."""
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex():
         found = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
         raise TypeError(f"ids are {found}; expected a tensor of integers, or a mask of booleans")
     ids = ids.detach().reshape(-1)
-    return ids.nonzero().view(-1) if ids.dtype == torch.bool else ids
+    if ids.dtype != torch.bool:
+        return ids
+    if len(ids) != row_count:
+        raise ValueError(f"the mask has {len(ids)} entries; expected one for each of the {row_count} rows")
+    return ids.nonzero().view(-1)
 
 
 def _options(group: Group) -> Options:
