@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pictures import is_png
 from rowstep.cli import main
@@ -25,7 +27,36 @@ def test_demo_stops_when_its_time_is_up(tmp_path: Path, capsys: pytest.CaptureFi
     assert "Stopped after 1 of 50 steps" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("line", [[], ["no-such-command"], ["demo", "--no-such-option"], ["demo", "--steps", "0"]])
+def test_bench_shows_one_line_per_optimizer_and_number_of_threads(capsys: pytest.CaptureFixture[str]) -> None:
+    before = torch.get_num_threads()
+    assert main(["bench", "--quick", "--seconds", "0", "--threads", "1", "2"]) == 0
+    assert torch.get_num_threads() == before
+    lines = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    cells = [[cell.strip() for cell in line] for line in lines]
+    small, rounds = "10,000 x 16, 1,024 ids", "5"
+    assert [line[:4] for line in cells] == [
+        [name, small, threads, rounds] for name in ("SparseAdam", "DeferredAdam") for threads in ("1", "2")
+    ]
+    for *_, ours, theirs, ratio in cells:
+        assert all(re.fullmatch(r"[\d.,]+ \([\d.,]+\)", time) for time in (ours, theirs))
+        assert re.fullmatch(r"[\d.,]+x", ratio)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("SparseAdam", "SparseAdam"), ("DeferredAdam", "Adam")])
+def test_bench_refuses_to_time_results_that_differ(
+    ours: str, theirs: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = getattr(torch.optim, theirs)
+    monkeypatch.setattr(torch.optim, theirs, lambda params, **options: real(params, lr=1.001e-3, **options))
+    assert main(["bench", "--quick", "--seconds", "0", "--threads", "1"]) == 1
+    shown = capsys.readouterr()
+    assert f"rowstep bench: {ours}, 10,000 x 16, 1,024 ids: weights differ from torch's" in shown.err
+    assert not shown.out
+
+
+@pytest.mark.parametrize(
+    "line", [[], ["bench", "--no-such-option"], ["bench", "no-such-suite"], ["demo", "--steps", "0"]]
+)
 def test_unknown_arguments_exit_with_2(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main(line)
@@ -33,9 +64,9 @@ def test_unknown_arguments_exit_with_2(line: list[str], capsys: pytest.CaptureFi
     assert "usage: rowstep" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("package", ["rich", "matplotlib"])
+@pytest.mark.parametrize(("command", "package"), [("demo", "rich"), ("demo", "matplotlib"), ("bench", "rich")])
 def test_missing_extra_is_named_with_the_way_to_install_it(
-    package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = builtins.__import__
 
@@ -45,5 +76,5 @@ def test_missing_extra_is_named_with_the_way_to_install_it(
         return real(name, *arguments, **keywords)
 
     monkeypatch.setattr(builtins, "__import__", without_package)
-    assert main(["demo"]) == 1
+    assert main([command]) == 1
     assert "pip install 'rowstep[cli]'" in capsys.readouterr().err
