@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import sys
@@ -11,28 +12,42 @@ from typing import Any, cast
 import pytest
 import torch
 
-from benchmarks import contenders
+from benchmarks import contenders, deferred
 from benchmarks.cases import ZIPF
 from benchmarks.command import main
 from benchmarks.deferred import accuracy, measures
+from benchmarks.deferred.sizes import FULL
 from benchmarks.distributed import timings, training
 from benchmarks.distributed.agreement import TOLERANCES
-from benchmarks.sparse import field
+from benchmarks.sparse import child, field, fresh
 from benchmarks.timing import Measurement, Timing
 from pictures import is_png
 from ranks import Ranks
 
 
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, str]]]:
+    """What fresh interpreters were to measure is measured in this one: each of them imports torch for seconds."""
+    asked = []
+
+    def here(what: str, *arguments: object, **environment: str) -> float | list[float]:
+        asked.append((what, environment))
+        return child.measure(what, *map(str, arguments))
+
+    monkeypatch.setattr(fresh, "in_fresh_interpreter", here)
+    return asked
+
+
 def test_quick_bench_writes_all_measurements(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    children: list[tuple[str, dict[str, str]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    # The cold first step would compile for seconds; the kernels run in the test of the bars.
+    # The kernels run in the test of the bars.
     monkeypatch.setenv("ROWSTEP_BACKEND", "reference")
-    threads = torch.get_num_threads()
-    assert main(["--quick", "--repeats", "2", "--threads", "1", "2", "--out", str(tmp_path)]) == 0
-    assert torch.get_num_threads() == threads
+    assert main(["--quick", "--repeats", "2", "--threads", "1", "--out", str(tmp_path)]) == 0
     assert "One step" in capsys.readouterr().out
-    assert is_png(tmp_path / "bench.png")
 
     document = json.loads((tmp_path / "bench.json").read_text())
     assert document["command"].startswith("python -m benchmarks --quick")
@@ -42,14 +57,30 @@ def test_quick_bench_writes_all_measurements(
         for timing in measured["seconds"].values():
             assert 0 < timing["min"] <= timing["median"]
     steps = [measured for measured in document["measurements"] if measured["kind"] == "step"]
-    assert {measured["threads"] for measured in steps} == {1, 2}
     assert set(steps[0]["seconds"]) == {contenders.ROWSTEP, contenders.TORCH, contenders.ADAM, contenders.ROOFLINE}
     assert document["state_bytes_per_weight"] == pytest.approx(8, abs=0.01)
     assert document["first_step_seconds"].keys() == {"cold", "cached", "others"}
+    cold, cached, *of_memory = children
+    assert cold == cached == ("first-step", {"NUMBA_CACHE_DIR": cold[1]["NUMBA_CACHE_DIR"]})
     if sys.platform.startswith("linux"):
+        assert of_memory == [("memory", {})]
         (peak,) = document["peak_memory_bytes_per_id"]
         assert peak.keys() == {"rows", "rowstep", "torch"}
     assert document["bars"] == []
+
+
+def test_a_step_is_measured_and_drawn_with_each_number_of_threads(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    line = ["--quick", "--only", "uniform-20k", "--repeats", "2", "--threads", "1", "2", "--out", str(tmp_path)]
+    assert main(line) == 0
+    assert torch.get_num_threads() == before
+    assert is_png(tmp_path / "bench.png")
+    measurements = json.loads((tmp_path / "bench.json").read_text())["measurements"]
+    assert [measured["threads"] for measured in measurements] == [1, 2]
+
+
+def test_a_fresh_interpreter_answers_with_what_it_measured() -> None:
+    assert fresh.in_fresh_interpreter("first-step", ROWSTEP_BACKEND="reference") > 0
 
 
 def test_bars_are_listed_for_the_cases_they_are_set_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +135,9 @@ def test_quick_deferred_bench_writes_all_measurements(tmp_path: Path, capsys: py
     assert losses["SparseAdam"] != pytest.approx(losses["dense Adam"], rel=1e-2)
 
 
-def test_deferred_bars_are_listed_for_what_was_measured(tmp_path: Path) -> None:
+def test_deferred_bars_are_listed_for_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The full run takes 2,000 steps; how near it comes to torch is for test_deferred_same_as_torch.py to show.
+    monkeypatch.setattr(deferred, "FULL", dataclasses.replace(FULL, accuracy_steps=300))
     assert main(["deferred", "--only", "accuracy", "--out", str(tmp_path)]) == 0
     bars = json.loads((tmp_path / "deferred.json").read_text())["bars"]
     assert [(bar["limit"], bar["met"]) for bar in bars] == [(1e-13, True), (1, True)]

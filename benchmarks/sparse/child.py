@@ -78,9 +78,9 @@ def _status(field: str) -> int:
     return int(lines[field].split()[0]) * 1024
 
 
+def measure(what: str, *arguments: str) -> float | list[float]:
+    return first_step() if what == "first-step" else peak_memory(*map(int, arguments))
+
+
 if __name__ == "__main__":
-    what, *arguments = sys.argv[1:]
-    if what == "first-step":
-        print(json.dumps(first_step()))
-    else:
-        print(json.dumps(peak_memory(*map(int, arguments))))
+    print(json.dumps(measure(*sys.argv[1:])))

@@ -33,7 +33,7 @@ class PeakMemory:
 
 def first_step() -> FirstStep:
     with tempfile.TemporaryDirectory() as cache, watch() as load:
-        cold, cached = (_child("first-step", NUMBA_CACHE_DIR=cache) for _ in range(2))
+        cold, cached = (in_fresh_interpreter("first-step", NUMBA_CACHE_DIR=cache) for _ in range(2))
     return FirstStep(cold, cached, load.others)
 
 
@@ -42,10 +42,10 @@ def peak_memory(rows: Sequence[int], ids: int) -> list[PeakMemory]:
     if not sys.platform.startswith("linux"):
         return []
     # A process for each: workspace that is kept for the next step must not serve the next table.
-    return [PeakMemory(count, *_child("memory", ids, count)) for count in rows]
+    return [PeakMemory(count, *in_fresh_interpreter("memory", ids, count)) for count in rows]
 
 
-def _child(*arguments: object, **environment: str) -> Any:
+def in_fresh_interpreter(*arguments: object, **environment: str) -> Any:
     command = [sys.executable, "-m", "benchmarks.sparse.child", *map(str, arguments)]
     env = os.environ | environment
     done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, check=True, text=True)
