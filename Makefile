@@ -50,7 +50,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 bench: $(READY)
-	$(BIN)/rowstep bench
+	$(BIN)/python -m benchmarks
 
 # torch is named with its version: a plain `torch` resolves to a build with several GB of GPU libraries.
 $(READY): pyproject.toml constraints.txt
@@ -65,7 +65,7 @@ $(INTEGRATION)/.ready: pyproject.toml constraints.txt constraints-integration.tx
 	touch $@
 
 clean-cache:
-	find src -name '*.nb[ic]' -delete
+	find src benchmarks -name '*.nb[ic]' -delete
 
 clean:
 	rm -rf $(VENV) $(INTEGRATION) out .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from rowstep.cli._bench.ranks import Ranks
+from ranks import Ranks
 
 
 def _kernel_cache() -> Path:

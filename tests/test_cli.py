@@ -1,27 +1,17 @@
-"""The command line runs, writes what it says, and answers with the right exit code. Nothing here asserts a time."""
+"""The command line runs, shows what it says, and answers with the right exit code. Nothing here asserts a time."""
 
 from __future__ import annotations
 
 import builtins
-import json
-import multiprocessing
-import os
-import sys
+import re
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
+from pictures import is_png
 from rowstep.cli import main
-from rowstep.cli._bench import contenders
-from rowstep.cli._bench.cases import ZIPF
-from rowstep.cli._bench.deferred import accuracy, measures
-from rowstep.cli._bench.distributed import timings, training
-from rowstep.cli._bench.distributed.agreement import TOLERANCES
-from rowstep.cli._bench.ranks import RankError, Ranks
-from rowstep.cli._bench.sparse import field
-from rowstep.cli._bench.timing import Measurement, Timing
 
 
 def test_demo_shows_neighbours_and_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,7 +19,7 @@ def test_demo_shows_neighbours_and_a_comparison(tmp_path: Path, capsys: pytest.C
     shown = capsys.readouterr().out
     for part in ("exception", "optimizer step", "whole training step", "largest difference"):
         assert part in shown
-    assert _is_png(tmp_path / "demo_loss.png")
+    assert is_png(tmp_path / "demo_loss.png")
 
 
 def test_demo_stops_when_its_time_is_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,193 +27,31 @@ def test_demo_stops_when_its_time_is_up(tmp_path: Path, capsys: pytest.CaptureFi
     assert "Stopped after 1 of 50 steps" in capsys.readouterr().out
 
 
-def test_quick_bench_writes_all_measurements(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # The cold first step would compile for seconds; the kernels run in the test of the bars.
-    monkeypatch.setenv("ROWSTEP_BACKEND", "reference")
-    threads = torch.get_num_threads()
-    assert main(["bench", "--quick", "--repeats", "2", "--threads", "1", "2", "--out", str(tmp_path)]) == 0
-    assert torch.get_num_threads() == threads
-    assert "One step" in capsys.readouterr().out
-    assert _is_png(tmp_path / "bench.png")
-
-    document = json.loads((tmp_path / "bench.json").read_text())
-    assert document["command"].startswith("rowstep bench --quick")
-    assert document["machine"].keys() >= {"cpu", "cores", "torch", "numba", "numpy", "rowstep"}
-    assert {measured["kind"] for measured in document["measurements"]} == {"step", "scaling", "loop", "dense"}
-    for measured in document["measurements"]:
-        for timing in measured["seconds"].values():
-            assert 0 < timing["min"] <= timing["median"]
-    steps = [measured for measured in document["measurements"] if measured["kind"] == "step"]
-    assert {measured["threads"] for measured in steps} == {1, 2}
-    assert set(steps[0]["seconds"]) == {contenders.ROWSTEP, contenders.TORCH, contenders.ADAM, contenders.ROOFLINE}
-    assert document["state_bytes_per_weight"] == pytest.approx(8, abs=0.01)
-    assert document["first_step_seconds"].keys() == {"cold", "cached", "others"}
-    if sys.platform.startswith("linux"):
-        (peak,) = document["peak_memory_bytes_per_id"]
-        assert peak.keys() == {"rows", "rowstep", "torch"}
-    assert document["bars"] == []
-
-
-def test_bars_are_listed_for_the_cases_they_are_set_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["bench", "--only", "uniform-100k", "--repeats", "2", "--threads", "1", "--out", str(tmp_path)]
-    assert main(line) == 0
-    (bar,) = json.loads((tmp_path / "bench.json").read_text())["bars"]
-    assert bar.keys() == {"measure", "limit", "reached", "unit", "at_least", "disturbed", "met"}
-    assert "at least 6x" in capsys.readouterr().out
-
-
-def test_bench_refuses_to_time_results_that_differ(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def off_by_a_little(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SparseAdam(parameters, lr=1.001e-3)
-
-    monkeypatch.setattr(field, "SparseAdam", off_by_a_little)
-    assert main(["bench", "--quick", "--only", "uniform-20k", "--out", str(tmp_path)]) == 1
-    assert "weights differ from torch's" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def test_quick_deferred_bench_writes_all_measurements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["bench", "deferred", "--quick", "--repeats", "2", "--threads", "1", "--out", str(tmp_path)]
-    assert main(line) == 0
-    shown = capsys.readouterr().out
-    for part in (
-        "catch-up before it, when",
-        "Flush of all rows",
-        "as long as torch Adam",
-        "in float64 at most",
-        "held-out loss",
-    ):
-        assert part in shown
-    assert _is_png(tmp_path / "deferred.png")
-
-    document = json.loads((tmp_path / "deferred.json").read_text())
-    measured = {(part["kind"], part["name"]): set(part["seconds"]) for part in document["measurements"]}
-    beside_dense = {measures.DEFERRED, measures.MADE_DENSE, contenders.ADAM}
-    assert measured == {
-        ("step", "zipf-20k"): {measures.DEFERRED, measures.SPARSE, contenders.TORCH},
-        ("step", "uniform-50k"): beside_dense,
-        ("flush", "zipf-20k"): {measures.DEFERRED, contenders.ADAM},
-        ("share", "5%-of-10k"): beside_dense,
-        ("share", "30%-of-10k"): beside_dense,
-    }
-    found = document["accuracy"]
-    assert found["float64"] <= accuracy.LARGEST_DIFFERENCE
-    assert found["float32"] <= found["torch_float32"]
-    losses = document["curves"]["losses"]
-    assert losses["DeferredAdam"] == pytest.approx(losses["dense Adam"], rel=1e-4)
-    assert losses["SparseAdam"] != pytest.approx(losses["dense Adam"], rel=1e-2)
-
-
-def test_deferred_bars_are_listed_for_what_was_measured(tmp_path: Path) -> None:
-    assert main(["bench", "deferred", "--only", "accuracy", "--out", str(tmp_path)]) == 0
-    bars = json.loads((tmp_path / "deferred.json").read_text())["bars"]
-    assert [(bar["limit"], bar["met"]) for bar in bars] == [(1e-13, True), (1, True)]
-    assert not (tmp_path / "deferred.png").exists()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"), [({"lr": 1.001e-3}, "in float64"), ({"fused": True, "eps": 1e-4}, "weights differ")]
-)
-def test_deferred_bench_refuses_to_time_results_that_differ(
-    change: dict[str, Any],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Once the small table in float64, once the table that is timed."""
-    adam = torch.optim.Adam
-
-    def off_by_a_little(parameters: Any, **options: Any) -> torch.optim.Optimizer:
-        return adam(parameters, **options | (change if options.get("fused") == change.get("fused") else {}))
-
-    monkeypatch.setattr(torch.optim, "Adam", off_by_a_little)
-    assert main(["bench", "deferred", "--quick", "--only", "flush", "--out", str(tmp_path)]) == 1
-    assert message in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
-def test_break_even_lies_between_the_shares_measured() -> None:
-    def measured(milliseconds: float) -> Measurement:
-        taken = {measures.DEFERRED: milliseconds, contenders.ADAM: 10, measures.MADE_DENSE: 100}
-        timings = {name: Timing((time,)) for name, time in taken.items()}
-        return Measurement("share", "", "", 1, timings, {}, 0.0)
-
-    shares = [(0.1, measured(5)), (0.2, measured(20))]
-    assert [(found.opponent, found.share) for found in measures.break_evens(shares)] == [
-        (contenders.ADAM, pytest.approx(0.15)),
-        (measures.MADE_DENSE, None),
+def test_bench_shows_one_line_per_optimizer_and_number_of_threads(capsys: pytest.CaptureFixture[str]) -> None:
+    before = torch.get_num_threads()
+    assert main(["bench", "--quick", "--seconds", "0", "--threads", "1", "2"]) == 0
+    assert torch.get_num_threads() == before
+    lines = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    cells = [[cell.strip() for cell in line] for line in lines]
+    small, rounds = "10,000 x 16, 1,024 ids", "5"
+    assert [line[:4] for line in cells] == [
+        [name, small, threads, rounds] for name in ("SparseAdam", "DeferredAdam") for threads in ("1", "2")
     ]
+    for *_, ours, theirs, ratio in cells:
+        assert all(re.fullmatch(r"[\d.,]+ \([\d.,]+\)", time) for time in (ours, theirs))
+        assert re.fullmatch(r"[\d.,]+x", ratio)
 
 
-def test_quick_distributed_bench_writes_all_measurements(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("ours", "theirs"), [("SparseAdam", "SparseAdam"), ("DeferredAdam", "Adam")])
+def test_bench_refuses_to_time_results_that_differ(
+    ours: str, theirs: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("ROWSTEP_BACKEND", "reference")
-    before = set(multiprocessing.active_children())
-    assert main(["bench", "distributed", "--quick", "--repeats", "2", "--out", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    for part in (
-        "from one process",
-        "A rank's bytes",
-        "the busiest of 8",
-        "the same bits",
-        "One torch thread per rank",
-    ):
-        assert part in shown
-    assert set(multiprocessing.active_children()) == before
-
-    document = json.loads((tmp_path / "distributed.json").read_text())
-    ways = {training.SHARDED, training.DEFERRED, training.TORCH_DDP, training.OUR_DDP}
-    measured = {part["name"]: set(part["seconds"]) for part in document["measurements"]}
-    assert measured == {"zipf-20k-1": ways, "zipf-20k-2": ways}
-    for found in document["agreement"]:
-        assert max(found["differences"].values()) <= TOLERANCES[found["dtype"]]
-    (cost,) = document["costs"]
-    assert max(cost["memory"].values()) == pytest.approx(0.5, rel=1e-3)
-    assert cost["sent"] == pytest.approx(cost["formula"], rel=0.1)  # few ids: chance decides who owns them
-    assert [found["different"] for found in document["checkpoints"]] == [0]
-    assert {found["ranks"] for found in document["breakdown_ms"]} == {1, 2}
-    assert all(time > 0 for found in document["breakdown_ms"] for time in found["stages"].values())
-
-
-def test_distributed_bars_are_listed_for_what_was_measured(tmp_path: Path) -> None:
-    assert main(["bench", "distributed", "--only", "balance", "--out", str(tmp_path)]) == 0
-    (bar,) = json.loads((tmp_path / "distributed.json").read_text())["bars"]
-    assert bar["limit"] == 1.1
-    assert bar["met"]
-
-
-def test_distributed_bench_refuses_to_time_results_that_differ() -> None:
-    class Answers:
-        def run(self, *_: Any) -> list[Any]:
-            return [timings.OnRank({training.SHARDED: (difference, 0.0)}, {}, {}, 0.0) for difference in (0.0, 1.0)]
-
-    with pytest.raises(contenders.DisagreementError, match="differ from those of 'torch DDP"):
-        timings.steps(cast(Ranks, Answers()), 2, ZIPF, 1, 1)
-
-
-def test_distributed_bench_takes_no_threads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "distributed", "--threads", "2", "--out", str(tmp_path)]) == 2
-    assert "one thread per rank" in capsys.readouterr().err
-
-
-def test_a_rank_that_raises_or_dies_is_reported_and_leaves_no_process() -> None:
-    before = set(multiprocessing.active_children())
-    ranks = Ranks()
-    try:
-        with pytest.raises(RankError, match=r"(?s)rank 0:.*ZeroDivisionError"):
-            ranks.run(1, divmod, 0)
-        assert ranks.run(1, divmod, 2) == [(0, 0)]  # goes on: rank 0 divided by 2
-        with pytest.raises(RankError, match="rank 0 of 1 has died"):
-            ranks.run(1, os._exit)
-        assert set(multiprocessing.active_children()) == before
-    finally:
-        ranks.close()
+    real = getattr(torch.optim, theirs)
+    monkeypatch.setattr(torch.optim, theirs, lambda params, **options: real(params, lr=1.001e-3, **options))
+    assert main(["bench", "--quick", "--seconds", "0", "--threads", "1"]) == 1
+    shown = capsys.readouterr()
+    assert f"rowstep bench: {ours}, 10,000 x 16, 1,024 ids: weights differ from torch's" in shown.err
+    assert not shown.out
 
 
 @pytest.mark.parametrize(
@@ -236,14 +64,9 @@ def test_unknown_arguments_exit_with_2(line: list[str], capsys: pytest.CaptureFi
     assert "usage: rowstep" in capsys.readouterr().err
 
 
-def test_unknown_part_of_a_suite_exits_with_2_and_names_the_parts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--only", "everything"]) == 2
-    assert "zipf-1m" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("package", ["rich", "matplotlib"])
+@pytest.mark.parametrize(("command", "package"), [("demo", "rich"), ("demo", "matplotlib"), ("bench", "rich")])
 def test_missing_extra_is_named_with_the_way_to_install_it(
-    package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real = builtins.__import__
 
@@ -253,9 +76,5 @@ def test_missing_extra_is_named_with_the_way_to_install_it(
         return real(name, *arguments, **keywords)
 
     monkeypatch.setattr(builtins, "__import__", without_package)
-    assert main(["demo"]) == 1
+    assert main([command]) == 1
     assert "pip install 'rowstep[cli]'" in capsys.readouterr().err
-
-
-def _is_png(path: Path) -> bool:
-    return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5_000

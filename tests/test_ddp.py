@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rowstep
 from gradients import same_bits
-from rowstep.cli._bench.ranks import Ranks
+from ranks import Ranks
 from rowstep.distributed import ShardedEmbedding, ShardedEmbeddingBag, allreduce_hook, ddp
 
 WIDTH = 3

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import rowstep
 from deferred_cases import only_long
-from rowstep.cli._bench.ranks import Ranks
+from ranks import Ranks
 from rowstep.distributed import ShardedEmbedding, ShardedEmbeddingBag
 
 ROWS, WIDTH, STEPS, PADDING = 103, 5, 50, 3

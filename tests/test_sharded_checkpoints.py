@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor import DTensor
 
 import rowstep
+from ranks import Ranks
 from rowstep import _shard, distributed
-from rowstep.cli._bench.ranks import Ranks
 from rowstep.distributed import ShardedEmbedding, ShardedEmbeddingBag
 
 ROWS, WIDTH, BATCH = 103, 4, 24

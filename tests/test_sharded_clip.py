@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import rowstep
-from rowstep.cli._bench.ranks import Ranks
+from ranks import Ranks
 from rowstep.distributed import ShardedEmbedding, ShardedEmbeddingBag
 
 WIDTH = 3

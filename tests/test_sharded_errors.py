@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import rowstep
-from rowstep.cli._bench.ranks import Ranks
+from ranks import Ranks
 from rowstep.distributed import PeerError, ShardedEmbedding, ShardedEmbeddingBag
 
 ROWS, WIDTH, RANKS = 103, 3, 3

@@ -17,9 +17,9 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import rowstep
+from ranks import Ranks
 from rowstep import _shard
 from rowstep._shard import ROW_ORDER, shard_of
-from rowstep.cli._bench.ranks import Ranks
 from rowstep.distributed import PeerError, ShardedEmbedding, ddp, load
 from rowstep.distributed._plan import RowOrder
 

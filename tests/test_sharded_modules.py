@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import rowstep
 from gradients import same_bits
-from rowstep.cli._bench.ranks import Ranks
+from ranks import Ranks
 from rowstep.distributed import ShardedEmbedding, ShardedEmbeddingBag
 
 ROWS, WIDTH = 103, 3

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
+from ranks import Ranks
 from rowstep import DeferredAdam, SparseAdam
-from rowstep.cli._bench.ranks import Ranks
 from rowstep.distributed import ShardedEmbedding, ShardedEmbeddingBag, bytes_per_step, count_traffic
 from rowstep.distributed._lookup import ShardedTable
 from rowstep.distributed._plan import Blocks, RowOrder

@@ -1,4 +1,4 @@
-"""The command line: `rowstep demo` shows the optimizer at work, `rowstep bench` measures it.
+"""The command line: `rowstep demo` shows the optimizer at work, `rowstep bench` times it.
 
 Each command is a package with `ABOUT`, `add_arguments(parser)` and `run(arguments) -> exit code`. The commands draw
 with rich and matplotlib, which come with the extra `cli`; nothing else in rowstep needs them.
@@ -11,15 +11,14 @@ import sys
 from collections.abc import Sequence
 
 from rowstep.cli import _bench, _demo
-from rowstep.cli._extras import MissingExtraError
+from rowstep.cli.extras import MissingExtraError
 
 _COMMANDS = {"demo": _demo, "bench": _bench}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; argparse itself exits with 2 on arguments it does not know."""
-    given = sys.argv[1:] if argv is None else list(argv)
-    arguments = _parser().parse_args(given, argparse.Namespace(given=given))
+    arguments = _parser().parse_args(argv)
     try:
         code: int = _COMMANDS[arguments.command].run(arguments)
         return code

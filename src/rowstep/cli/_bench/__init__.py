@@ -1,43 +1,38 @@
-"""`rowstep bench [suite]`: what a step costs, next to torch's optimizers and to the bare movement of its bytes.
+"""`rowstep bench`: a step of rowstep's optimizers beside torch's, on the user's machine, in about a minute.
 
-Run it on an idle machine. Contenders of one case take turns in one process, on the same gradients, after a check that
-they compute the same; what was measured goes to a JSON file with the machine it was measured on.
-
-A suite is a package with a subclass of `suite.Suite`, which `command.SUITES` knows by its name.
+The rest of the measurements, with plots and what each should reach, is in `benchmarks/` in the repository.
 """
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import sys
 
-from rowstep.cli import _extras
-from rowstep.cli._numbers import positive
+from rowstep.cli import extras
+from rowstep.cli.arguments import positive
 
-ABOUT = "time a step against torch's optimizers and the machine's memory"
-# What each of them measures is in `command`, which `--help` need not import.
-SUITES = ("sparse", "deferred", "distributed")
+ABOUT = "time a step beside torch's optimizers, in about a minute; needs 3 GB of memory"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "suite",
-        nargs="?",
-        choices=SUITES,
-        default=SUITES[0],
-        help="SparseAdam (default), DeferredAdam, or sharded tables",
-    )
-    parser.add_argument("--only", nargs="+", metavar="PART", help="parts of the suite, such as zipf-1m, loop or flush")
-    parser.add_argument(
-        "--threads", nargs="+", type=positive, help="thread counts (default: one, and all cores; not for distributed)"
-    )
-    parser.add_argument("--repeats", type=positive, help="rounds of a measurement, at least (default: 25, quick: 5)")
-    parser.add_argument("--quick", action="store_true", help="small tables: to see that it works, not what it costs")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="where JSON and plot go (default: out)")
+    parser.add_argument("--threads", nargs="+", type=positive, help="thread counts (default: one, and all cores)")
+    parser.add_argument("--seconds", type=float, default=3, help="how long each line is measured (default: 3)")
+    parser.add_argument("--quick", action="store_true", help="the smallest table only: to see that it works")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    console, figure = _extras.console(), _extras.figure(10, 7)
-    from rowstep.cli._bench import command  # imports torch and Numba: not for `--help`
+    console = extras.console()
 
-    return command.run(arguments, console, figure)
+    import torch
+
+    from rowstep.cli._bench import measure, pairs, report
+
+    threads = arguments.threads or sorted({1, torch.get_num_threads()})
+    sizes = measure.SIZES[:1] if arguments.quick else measure.SIZES
+    try:
+        lines = list(measure.lines(threads, arguments.seconds, sizes, console))
+    except pairs.DisagreementError as error:
+        print(f"rowstep bench: {error}", file=sys.stderr)
+        return 1
+    console.print(report.table(lines))
+    return 0

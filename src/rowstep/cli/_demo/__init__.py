@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rowstep.cli import _extras
-from rowstep.cli._numbers import positive
+from rowstep.cli import extras
+from rowstep.cli.arguments import positive
 
 ABOUT = "train word vectors on Python's manual with rowstep and with torch, side by side"
 
@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    console = _extras.console()
-    plot = _extras.figure(8, 4.5)
+    console = extras.console()
+    plot = extras.figure(8, 4.5)
 
     from rowstep.cli._demo import corpus, report, train
 

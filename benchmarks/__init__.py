@@ -1,0 +1,16 @@
+"""What a step costs, next to torch's optimizers and to the bare movement of its bytes.
+
+    python -m benchmarks [sparse|deferred|distributed] [options]
+
+Run it from the root of the repository, on an idle machine. Contenders of one case take turns in one process, on the
+same gradients, after a check that they compute the same. The results go to a JSON file, with the machine they were
+measured on.
+
+A suite is a package with a subclass of `suite.Suite`, which `command.SUITES` knows by its name.
+"""
+
+import sys
+from pathlib import Path
+
+# Ranks are started by the helper of the tests, tests/ranks.py. Workers inherit the path.
+sys.path.append(str(Path(__file__).parents[1] / "tests"))

@@ -1,0 +1,124 @@
+"""Running a suite from the command line: choose its parts, run them, write down what they measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from benchmarks import report
+from benchmarks.contenders import DisagreementError
+from benchmarks.deferred import DeferredSuite
+from benchmarks.distributed import DistributedSuite
+from benchmarks.machine import machine
+from benchmarks.sparse import SparseSuite
+from benchmarks.suite import Suite
+from ranks import RankError
+from rowstep.cli import extras
+from rowstep.cli.arguments import positive
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.console import Console
+
+SUITES: dict[str, type[Suite]] = {
+    "sparse": SparseSuite,
+    "deferred": DeferredSuite,
+    "distributed": DistributedSuite,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one suite and return its exit code; argparse itself exits with 2 on arguments it does not know."""
+    given = sys.argv[1:] if argv is None else list(argv)
+    arguments = _parser().parse_args(given, argparse.Namespace(given=given))
+    try:
+        console, figure = extras.console(), extras.figure(10, 7)
+    except extras.MissingExtraError as error:
+        return _fail(1, str(error))
+    return _run_suite(arguments, console, figure)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Time a step against torch's optimizers and the machine's memory."
+    )
+    parser.add_argument(
+        "suite",
+        nargs="?",
+        choices=SUITES,
+        default="sparse",
+        help="SparseAdam (default), DeferredAdam, or sharded tables",
+    )
+    parser.add_argument("--only", nargs="+", metavar="PART", help="parts of the suite, such as zipf-1m, loop or flush")
+    parser.add_argument(
+        "--threads", nargs="+", type=positive, help="thread counts (default: one, and all cores; not for distributed)"
+    )
+    parser.add_argument("--repeats", type=positive, help="rounds of a measurement, at least (default: 25, quick: 5)")
+    parser.add_argument("--quick", action="store_true", help="small tables: to see that it works, not what it costs")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="where JSON and plot go (default: out)")
+    return parser
+
+
+def _fail(code: int, message: str) -> int:
+    print(f"benchmarks: {message}", file=sys.stderr)
+    return code
+
+
+def _run_suite(arguments: argparse.Namespace, console: Console, figure: Figure) -> int:
+    threads = arguments.threads or sorted({1, torch.get_num_threads()})
+    repeats = arguments.repeats or (5 if arguments.quick else 25)
+    kind = SUITES[arguments.suite]
+    if arguments.threads and not kind.takes_threads:
+        return _fail(2, f"{arguments.suite} has one thread per rank and takes no --threads")
+    suite = kind(quick=arguments.quick, threads=threads, repeats=repeats)
+    try:
+        return _run_parts(suite, arguments, console, figure)
+    finally:
+        suite.close()
+
+
+def _run_parts(suite: Suite, arguments: argparse.Namespace, console: Console, figure: Figure) -> int:
+    parts = list(suite.parts())
+    names = [part.name for part in parts]
+    if unknown := [name for name in arguments.only or () if name not in names]:
+        return _fail(2, f"no part is called {', '.join(unknown)}; there are {', '.join(names)}")
+
+    try:
+        for part in parts:
+            if not arguments.only or part.name in arguments.only:
+                with console.status(f"measuring {part.name}"):
+                    part.run()
+    except (DisagreementError, RankError) as error:
+        return _fail(1, str(error))
+    _write(suite, arguments, console, figure)
+    return 0
+
+
+def _write(suite: Suite, arguments: argparse.Namespace, console: Console, figure: Figure) -> None:
+    # The bars are set for the full sizes.
+    reached = [] if suite.quick else list(suite.bars())
+    suite.show(console)
+    report.show_bars(console, reached, suite.measurements)
+    document = {
+        "command": shlex.join(["python", "-m", "benchmarks", *arguments.given]),
+        "quick": suite.quick,
+        "machine": machine(),
+        "measurements": [measured.as_json() for measured in suite.measurements],
+        **suite.findings(),
+        "bars": [asdict(bar) | {"met": bar.met} for bar in reached],
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    written = [arguments.out / f"{suite.file}.json"]
+    written[0].write_text(json.dumps(document, indent=1) + "\n")
+    if suite.draw(figure):
+        written.append(arguments.out / f"{suite.file}.png")
+        figure.savefig(written[-1])
+    console.print("Written:", *written, soft_wrap=True)

@@ -1,0 +1,55 @@
+"""What suites share about contenders: their names, their gradients, and the check that they compute the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.timing import Contender
+
+ROWSTEP, TORCH, ADAM, ROOFLINE = "rowstep", "torch SparseAdam", "torch Adam (dense)", "roofline"
+
+
+class DisagreementError(Exception):
+    """Two optimizers that should compute the same do not: their times cannot be compared."""
+
+
+def weights(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def give(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor]) -> None:
+    for parameter, gradient in zip(weights(optimizer), gradients, strict=True):
+        parameter.grad = gradient
+
+
+def touch_state(optimizer: torch.optim.Optimizer) -> None:
+    """Write to all moments: zeroed pages take memory, and time, only when first written."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                value.add_(0)
+
+
+def check_agreement(name: str, ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> None:
+    for p, q in zip(weights(ours), weights(theirs), strict=True):
+        check_close(f"{name}: weights", p, q)
+        for key in ("exp_avg", "exp_avg_sq"):
+            check_close(f"{name}: {key}", ours.state[p][key], theirs.state[q][key])
+
+
+def check_close(what: str, ours: Tensor, theirs: Tensor, at_a_time: int = 1_000_000) -> None:
+    # In parts: comparing two tables of 1.3 GB at once would need several more of that size.
+    for start in range(0, len(ours), at_a_time):
+        a, b = (tensor.detach()[start : start + at_a_time] for tensor in (ours, theirs))
+        if not torch.allclose(a, b, rtol=1e-5, atol=1e-7):
+            difference = (a - b).abs().max().item()
+            raise DisagreementError(
+                f"{what} differ from torch's by up to {difference:.2e}; their times cannot be compared"
+            )
+
+
+def stepper(name: str, optimizer: torch.optim.Optimizer, pool: list[list[Tensor]]) -> Contender:
+    return Contender(name, lambda number: give(optimizer, pool[number % len(pool)]), optimizer.step)
