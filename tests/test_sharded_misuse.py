@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rowstep
 from rowstep import _shard
+from rowstep._layout import RowOrder
 from rowstep._shard import ROW_ORDER, shard_of
 from rowstep.cli._bench.ranks import Ranks
 from rowstep.distributed import PeerError, ShardedEmbedding, ddp, load
-from rowstep.distributed._plan import RowOrder
 
 ROWS, WIDTH = 11, 4
 

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from rowstep import DeferredAdam, SparseAdam
+from rowstep._layout import RowOrder
 from rowstep.cli._bench.ranks import Ranks
 from rowstep.distributed import ShardedEmbedding, ShardedEmbeddingBag, bytes_per_step, count_traffic
 from rowstep.distributed._lookup import ShardedTable
-from rowstep.distributed._plan import Blocks, RowOrder
+from rowstep.distributed._plan import Blocks
 
 # The order of rows
 

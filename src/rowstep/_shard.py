@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import StateDict
 
+from ._layout import RowOrder
 from ._state import State
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from .distributed._plan import RowOrder
 
 _MARK = "_rowstep_shard"
 
@@ -65,8 +64,6 @@ class Shard:
 
         Blocks that came without are ours, since only we make them. Whole tables that came without were never sharded.
         """
-        from .distributed._plan import RowOrder
-
         if constants is not None:
             return RowOrder.loaded(constants, self.order.rows)
         return self.order if _is_in_blocks(value) else RowOrder.by_id(self.order.rows)
@@ -113,8 +110,6 @@ def as_local_state(state: State, param: Tensor) -> State:
     shard, order = shard_of(param), state.get(ROW_ORDER)
     if shard is None and order is None:
         return state
-    from .distributed._plan import RowOrder
-
     if shard is None:
         shard = Shard(RowOrder.by_id(len(param)), range(len(param)), None)
     rows = shard.order.rows

@@ -27,10 +27,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor, zeros
 
+from .._layout import RowOrder
 from .._optimizer import RowOptimizer
 from .._shard import ROW_ORDER
 from . import _exchange
-from ._plan import Blocks, RowOrder
+from ._plan import Blocks
 
 _ALONE = "torch.distributed is disabled, unavailable or uninitialized"  # what torch warns of in a single process
 

@@ -14,11 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from .. import _shard
+from .._layout import RowOrder
 from .._shard import ROW_ORDER, Shard
 from . import _exchange
 from ._distinct import Distinct, distinct
 from ._exchange import Request
-from ._plan import Blocks, RowOrder
+from ._plan import Blocks
 
 # Called before rows of the local block are read, with their numbers, or with None for all.
 LookupHook = Callable[[nn.Module, Tensor | None], None]

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from rowstep import DeferredAdam, SparseAdam
+from rowstep._layout import RowOrder
 from rowstep.cli._bench.cases import Case, popularity, short
 from rowstep.cli._bench.ranks import Ranks
 from rowstep.distributed import ShardedEmbedding, bytes_per_step, count_traffic
-from rowstep.distributed._plan import Blocks, RowOrder
+from rowstep.distributed._plan import Blocks
 
 
 @dataclass(frozen=True)
