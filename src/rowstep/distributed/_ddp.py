@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from .._shard import ROW_ORDER
+from .._part import ROW_ORDER
 from . import _exchange
 from ._distinct import distinct, sum_duplicates
 from ._lookup import ShardedTable

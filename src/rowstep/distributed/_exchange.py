@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from ._distinct import Distinct, distinct
 
@@ -215,14 +214,23 @@ def _row_bytes(rows: Tensor) -> int:
     return math.prod(rows.shape[1:]) * rows.element_size()
 
 
-def gather_numbers(measure: Callable[[], float], group: ProcessGroup) -> list[float]:
-    """What every rank measures. If that raises on some rank, all ranks raise."""
-    number, failure = _attempt(measure, instead=0.0)
-    report = torch.tensor([failure is not None, number], dtype=torch.float64, device=_device_for(group))
-    reports = torch.stack(gather_everywhere(report, group)).tolist()
-    if any(failed for failed, _ in reports):
-        _raise_everywhere(failure, group)
-    return [number for _, number in reports]
+@dataclass(frozen=True)
+class GroupPeers:
+    """The ranks of a process group, as the core knows them: ``_part.Peers``."""
+
+    group: ProcessGroup
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GroupPeers:
+        return self  # a process group cannot be copied
+
+    def gather_numbers(self, measure: Callable[[], float]) -> list[float]:
+        """What every rank measures. If that raises on some rank, all ranks raise."""
+        number, failure = _attempt(measure, instead=0.0)
+        report = torch.tensor([failure is not None, number], dtype=torch.float64, device=_device_for(self.group))
+        reports = torch.stack(gather_everywhere(report, self.group)).tolist()
+        if any(failed for failed, _ in reports):
+            _raise_everywhere(failure, self.group)
+        return [number for _, number in reports]
 
 
 def gather_everywhere(local: Tensor, group: ProcessGroup) -> list[Tensor]:
@@ -258,11 +266,6 @@ def each_block(local: Tensor, lengths: list[int], group: ProcessGroup | None) ->
             _count("blocks", rank, [1] * len(lengths), block.nbytes)
         dist.broadcast(block, group_src=rank, group=group)
         yield block
-
-
-def whole(value: DTensor) -> Tensor:
-    """All rows of a tensor that is spread over ranks, on every rank."""
-    return value.full_tensor()
 
 
 def twin_group(group: ProcessGroup | None) -> ProcessGroup:

@@ -13,9 +13,8 @@ from torch.nn import functional as F  # noqa: N812  # as torch's own documents h
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from .. import _shard
 from .._layout import RowOrder
-from .._shard import ROW_ORDER, Shard
+from .._part import ROW_ORDER, TablePart, mark
 from . import _exchange
 from ._distinct import Distinct, distinct
 from ._exchange import Request
@@ -65,7 +64,8 @@ class ShardedTable(nn.Module):
         self.rank, self.ranks = _exchange.ranks_of(group)
         self._number = _exchange.number_of_table(group)
         self._blocks = Blocks(num_embeddings, self.ranks)
-        self._shard = Shard(RowOrder.spread(num_embeddings), self._blocks.of(self.rank), group)
+        peers = None if group is None else _exchange.GroupPeers(group)
+        self._shard = TablePart(RowOrder.spread(num_embeddings), self._blocks.of(self.rank), peers)
         self._lookup_hooks: OrderedDict[int, LookupHook] = OrderedDict()
         rows = torch.empty(len(self._shard.positions), embedding_dim, device=device, dtype=dtype)
         self.weight = nn.Parameter(rows, requires_grad=not freeze)
@@ -79,16 +79,17 @@ class ShardedTable(nn.Module):
     @property
     def group(self) -> ProcessGroup | None:
         """The ranks that share the table; None in a single process without torch.distributed."""
-        return self._shard.group  # and nowhere else: a copy of the module must not try to copy the group
+        peers = self._shard.peers  # and nowhere else: a copy of the module must not try to copy the group
+        return None if peers is None else peers.group
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name == "weight":
-            _shard.mark(self.weight, self._shard)
+            mark(self.weight, self._shard)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        _shard.mark(self.weight, self._shard)  # to_empty, and some conversions, make another Parameter
+        mark(self.weight, self._shard)  # to_empty, and some conversions, make another Parameter
         return self
 
     # Contents
@@ -237,7 +238,7 @@ class ShardedTable(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        _shard.mark(self.weight, self._shard)  # a copied Parameter has lost it
+        mark(self.weight, self._shard)  # a copied Parameter has lost it
 
     def extra_repr(self) -> str:
         text = f"{self.num_embeddings}, {self.embedding_dim}"
