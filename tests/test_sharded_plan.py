@@ -15,8 +15,8 @@ from rowstep import DeferredAdam, SparseAdam
 from rowstep._layout import RowOrder
 from rowstep.cli._bench.ranks import Ranks
 from rowstep.distributed import ShardedEmbedding, ShardedEmbeddingBag, bytes_per_step, count_traffic
-from rowstep.distributed._lookup import ShardedTable
 from rowstep.distributed._plan import Blocks
+from rowstep.distributed._table import ShardedTable
 
 # The order of rows
 

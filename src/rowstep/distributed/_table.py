@@ -1,4 +1,4 @@
-"""What both sharded tables share: a block of rows per rank, and lookups that fetch rows from whoever owns them."""
+"""What both sharded tables share: a module that holds one block of a table's rows, and how that is filled and saved."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from .._layout import RowOrder
 from .._part import ROW_ORDER, TablePart, mark
 from . import _exchange
-from ._distinct import Distinct, distinct
-from ._exchange import Request
+from ._dedupe import Deduped, dedupe
+from ._fetch import Request, fetch_rows
 from ._plan import Blocks
 
 # Called before rows of the local block are read, with their numbers, or with None for all.
@@ -160,28 +160,28 @@ class ShardedTable(nn.Module):
         self._before_read(rows)
         return F.embedding(rows, self.weight, self._local_padding, self.max_norm, self.norm_type, False, True)
 
-    def _fetch(self, check: Callable[[], None], ids: Tensor) -> tuple[Tensor, Distinct]:
+    def _fetch(self, check: Callable[[], None], ids: Tensor) -> tuple[Tensor, Deduped]:
         """The distinct rows that ``ids`` name, from all ranks, and which of them each id has."""
         if self.group is None:
             check()
-            found = self._distinct_positions(ids)
-            return self._read(found.numbers.to(torch.int64)), found
+            wanted = self._wanted_positions(ids)
+            return self._read(wanted.numbers.to(torch.int64)), wanted
+        return fetch_rows(
+            lambda: self._ask(check, ids),
+            self._read,
+            self.group,
+            table=self._number,
+            has_backward=torch.is_grad_enabled() and self.weight.requires_grad,
+            divisor=self.ranks if self.gradient == "mean" else 1,
+        )
 
-        def ask() -> Request:
-            self._refuse_torchs_ddp()
-            check()
-            found = self._distinct_positions(ids)
-            # Sorted by position is sorted by owner: the blocks follow each other.
-            in_block = (found.numbers % self._blocks.size).to(self._index_dtype)
-            return Request(found, in_block, self._blocks.cut(found.numbers))
-
-        has_backward = torch.is_grad_enabled() and self.weight.requires_grad
-        agreed = _exchange.agree_on_rows(ask, self.group, call=self._number << 1 | has_backward)
-        owed = agreed.owed.to(torch.int64)
-        # A hook is somebody else's code, and memory may run out: then all have to hear of it before they wait for rows.
-        rows = _exchange.agree(lambda: self._read(owed), self.group)
-        divisor = self.ranks if self.gradient == "mean" else 1
-        return _exchange.send_rows(rows, agreed.way, divisor=divisor), agreed.request.found
+    def _ask(self, check: Callable[[], None], ids: Tensor) -> Request:
+        self._refuse_torchs_ddp()
+        check()
+        wanted = self._wanted_positions(ids)
+        # Sorted by position is sorted by owner: the blocks follow each other.
+        in_block = (wanted.numbers % self._blocks.size).to(self._index_dtype)
+        return Request(wanted, in_block, self._blocks.cut(wanted.numbers))
 
     def _refuse_torchs_ddp(self) -> None:
         active: Any = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
@@ -191,9 +191,9 @@ class ShardedTable(nn.Module):
                 "rank's rows with those of rank 0; use rowstep.distributed.ddp"
             )
 
-    def _distinct_positions(self, ids: Tensor) -> Distinct:
+    def _wanted_positions(self, ids: Tensor) -> Deduped:
         positions = self._shard.order.positions(ids)
-        return distinct(positions.to(torch.int32) if self.num_embeddings < 2**31 else positions)  # sorts 1.4x faster
+        return dedupe(positions.to(torch.int32) if self.num_embeddings < 2**31 else positions)  # sorts 1.4x faster
 
     @property
     def _index_dtype(self) -> torch.dtype:
