@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import rowstep
 from ranks import Ranks
-from rowstep import _shard, distributed
+from rowstep import _part, distributed
 from rowstep.distributed import ShardedEmbedding, ShardedEmbeddingBag
 
 ROWS, WIDTH, BATCH = 103, 4, 24
@@ -71,7 +71,7 @@ def contents(model: Model, optimizer: torch.optim.Optimizer) -> Contents:
     saved = optimizer.state_dict()["state"]
     found: Contents = {}
     for number, (name, param) in enumerate(model.named_parameters()):
-        shard = _shard.shard_of(param)
+        shard = _part.part_of(param)
         for key, value in {"weight": param.detach(), **optimizer.state[param]}.items():
             if shard is not None and isinstance(value, Tensor) and value.dim():
                 value = shard.as_global(value)

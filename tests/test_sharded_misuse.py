@@ -18,10 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rowstep
 from ranks import Ranks
-from rowstep import _shard
-from rowstep._shard import ROW_ORDER, shard_of
+from rowstep._layout import RowOrder
+from rowstep._part import ROW_ORDER, part_of
 from rowstep.distributed import PeerError, ShardedEmbedding, ddp, load
-from rowstep.distributed._plan import RowOrder
 
 ROWS, WIDTH = 11, 4
 
@@ -122,18 +121,18 @@ def test_wrong_wrappers_and_groups_are_refused(ranks: Ranks) -> None:
 
 def test_a_weight_stays_a_part_of_its_table_whatever_becomes_of_it() -> None:
     table = ShardedEmbedding(ROWS, WIDTH, device="meta").to_empty(device="cpu")
-    assert shard_of(table.weight) is not None
+    assert part_of(table.weight) is not None
     table.weight = nn.Parameter(torch.zeros(ROWS, WIDTH))
-    assert shard_of(table.weight) is not None
+    assert part_of(table.weight) is not None
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:
         table.double()
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(False)
     assert table.weight.dtype == torch.float64
-    assert shard_of(table.weight) is not None
+    assert part_of(table.weight) is not None
     table.load_state_dict(nn.Embedding(ROWS, WIDTH, dtype=torch.float64).state_dict(), assign=True)
-    assert shard_of(table.weight) is not None
+    assert part_of(table.weight) is not None
 
 
 def test_what_is_frozen_has_no_state_and_what_was_not_loaded_has_one() -> None:
@@ -230,7 +229,31 @@ def test_the_mark_is_no_part_of_what_is_saved(tmp_path: Path) -> None:
     again = ShardedEmbedding(ROWS, WIDTH)
     again.load_state_dict(torch.load(tmp_path / "table.pt"))
     assert torch.equal(again.weight, table.weight)
-    assert _shard.shard_of(again.weight) is not None
+    assert part_of(again.weight) is not None
+
+
+def test_a_tensor_that_is_as_long_as_the_table_need_not_be_one_of_rows() -> None:
+    table, whole = ShardedEmbedding(ROWS, WIDTH), nn.Embedding(ROWS, WIDTH)
+    optimizer, its = trained(table, torch.arange(5)), rowstep.SparseAdam(whole.parameters())
+    optimizer.state[table.weight]["note"] = torch.arange(ROWS)
+    its.load_state_dict(optimizer.state_dict())
+    assert torch.equal(its.state[whole.weight]["note"], torch.arange(ROWS))
+    moments = optimizer.state[table.weight]["exp_avg"]
+    assert torch.equal(its.state[whole.weight]["exp_avg"], moments[table.local_rows(torch.arange(ROWS))])
+
+
+def load_a_part(rank: int) -> None:
+    """What some rank has is not what the table has, though it fits this rank's rows."""
+    table = ShardedEmbedding(ROWS, WIDTH)
+    saved = torch.optim.SparseAdam(table.parameters()).state_dict()
+    saved["state"][0] = {"step": 1, "exp_avg": table.weight.detach() * 0, "exp_avg_sq": table.weight.detach() * 0}
+    optimizer = rowstep.SparseAdam(table.parameters())
+    message = message_of(ValueError, lambda: optimizer.load_state_dict(saved))
+    assert f"loaded for a table of {ROWS} rows; expected all of its rows" in message
+
+
+def test_moments_of_a_part_are_refused_where_those_of_the_table_are_expected(ranks: Ranks) -> None:
+    ranks.run(2, load_a_part)
 
 
 def test_a_checkpoint_that_lacks_a_table_raises(tmp_path: Path) -> None:

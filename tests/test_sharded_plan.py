@@ -13,9 +13,10 @@ from torch.distributed.tensor import Shard
 
 from ranks import Ranks
 from rowstep import DeferredAdam, SparseAdam
+from rowstep._layout import RowOrder
 from rowstep.distributed import ShardedEmbedding, ShardedEmbeddingBag, bytes_per_step, count_traffic
-from rowstep.distributed._lookup import ShardedTable
-from rowstep.distributed._plan import Blocks, RowOrder
+from rowstep.distributed._plan import Blocks
+from rowstep.distributed._table import ShardedTable
 
 # The order of rows
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from benchmarks.cases import Case, popularity, short
 from ranks import Ranks
 from rowstep import DeferredAdam, SparseAdam
+from rowstep._layout import RowOrder
 from rowstep.distributed import ShardedEmbedding, bytes_per_step, count_traffic
-from rowstep.distributed._plan import Blocks, RowOrder
+from rowstep.distributed._plan import Blocks
 
 
 @dataclass(frozen=True)

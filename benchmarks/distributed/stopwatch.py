@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
 
 from benchmarks.distributed.training import Trainer
-from rowstep.distributed import _exchange, _lookup
+from rowstep.distributed import _exchange, _table
 
 DEDUPE, READ, VOTE, PHASES = "dedupe", "read rows", "vote", ("rest of forward", "rest of backward", "optimizer")
 SWAPS = {"headers": "headers, and waiting", "ids": "send ids", "rows": "send rows", "gradients": "send gradients"}
@@ -68,8 +68,8 @@ class Stopwatch:
         count, swap, asking, read = (
             _exchange._count,
             dist.all_to_all_single,
-            _exchange.agree_on_rows,
-            _lookup.ShardedTable._read,
+            _table.ShardedTable._ask,
+            _table.ShardedTable._read,
         )
         agree = _exchange.agree
 
@@ -81,12 +81,9 @@ class Stopwatch:
             with self._stage(SWAPS[self._message]):
                 return swap(*args, **options)
 
-        def timed_asking(ask: Callable[[], Any], *args: Any, **options: Any) -> Any:
-            def timed_ask() -> Any:
-                with self._stage(DEDUPE):
-                    return ask()
-
-            return asking(timed_ask, *args, **options)
+        def timed_asking(*args: Any) -> Any:
+            with self._stage(DEDUPE):
+                return asking(*args)
 
         def timed_agree(*args: Any) -> Any:
             with self._stage(VOTE):
@@ -99,8 +96,8 @@ class Stopwatch:
         with (
             mock.patch.object(_exchange, "_count", note_message),
             mock.patch.object(dist, "all_to_all_single", timed_swap),
-            mock.patch.object(_exchange, "agree_on_rows", timed_asking),
+            mock.patch.object(_table.ShardedTable, "_ask", timed_asking),
             mock.patch.object(_exchange, "agree", timed_agree),
-            mock.patch.object(_lookup.ShardedTable, "_read", timed_read),
+            mock.patch.object(_table.ShardedTable, "_read", timed_read),
         ):
             yield

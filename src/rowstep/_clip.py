@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from . import _backends
 from ._gradient import RowGradient, outside_message, row_gradient
+from ._part import Peers, part_of
 from ._scale import like_sparse, replace, scale_what_torch_cannot
-from ._shard import shard_of
 from ._state import compute_dtype
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 @torch.no_grad()
@@ -99,28 +95,26 @@ def _clamped_sums(grad: Tensor, clip_value: float) -> Tensor:
 
 def _norm_over_ranks(parameters: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
     """The norm of all gradients, where those of a sharded table are on several ranks."""
-    by_group: dict[ProcessGroup | None, list[Tensor]] = {None: []}  # in one order on all ranks: the parameters'
+    by_peers: dict[Peers | None, list[Tensor]] = {None: []}  # in one order on all ranks: the parameters'
     for param in parameters:
-        shard = shard_of(param)
-        by_group.setdefault(None if shard is None else shard.group, []).append(param)
-    if len(by_group) == 1:
+        part = part_of(param)
+        by_peers.setdefault(None if part is None else part.peers, []).append(param)
+    if len(by_peers) == 1:
         return _total_norm(parameters, norm_type, foreach)
     if not norm_type > 0:
         raise ValueError(f"Invalid norm_type value: {norm_type}; expected one above 0 where tables are sharded")
-    from .distributed import _exchange
+    local: dict[Peers | None, float] = {}
 
-    local: dict[ProcessGroup | None, float] = {}
-
-    def measure(group: ProcessGroup) -> float:
+    def measure(peers: Peers) -> float:
         if not local:  # all at the first call, so that whatever is wrong here, every rank hears of it
-            local.update((key, float(_total_norm(params, norm_type, foreach))) for key, params in by_group.items())
-        return local[group]
+            local.update((key, float(_total_norm(params, norm_type, foreach))) for key, params in by_peers.items())
+        return local[peers]
 
     norms = [
         norm
-        for group in by_group
-        if group is not None
-        for norm in _exchange.gather_numbers(functools.partial(measure, group), group)
+        for peers in by_peers
+        if peers is not None
+        for norm in peers.gather_numbers(functools.partial(measure, peers))
     ]
     total: Tensor = torch.linalg.vector_norm(torch.tensor([local[None], *norms], dtype=torch.float64), norm_type)
     first = parameters[0]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
-from . import _backends, _dense, _rows, _shard
+from . import _backends, _dense, _part, _rows
 from ._backends import Addresses, Backend, Operands, Outcome, admit, admit_state
 from ._gradient import RowGradient, outside_message, row_gradient
 from ._loading import check_slots, check_states, check_structure, tidied
@@ -289,7 +289,7 @@ class RowOptimizer(Optimizer):
                         allocate(self.state[param], param, amsgrad=group["amsgrad"])
 
     def _allocate_for_shards(self) -> None:
-        if any(_shard.shard_of(param) is not None for param in self._all_params()):
+        if any(_part.part_of(param) is not None for param in self._all_params()):
             self.allocate_state()
 
     def _all_params(self) -> list[Tensor]:
@@ -300,7 +300,7 @@ class RowOptimizer(Optimizer):
         with self._lock:
             self._finish_step()
             state_dict = super().state_dict()
-        return _shard.for_each_param(state_dict, self._all_params(), _shard.as_global_state)
+        return _part.for_each_param(state_dict, self._all_params(), _part.as_global_state)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state dict of this class or of the classes of torch that it replaces.
@@ -312,7 +312,7 @@ class RowOptimizer(Optimizer):
 
         def check(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
             check_structure(state_dict)
-            given.update(_shard.for_each_param(state_dict, self._all_params(), _local_state))
+            given.update(_part.for_each_param(state_dict, self._all_params(), _local_state))
             check_states(given, self._all_params())
             for index, (own, new) in enumerate(zip(own_groups, given["param_groups"], strict=False)):
                 where = f" in group {index} of the loaded state"
@@ -362,7 +362,7 @@ class RowOptimizer(Optimizer):
 
 
 def _local_state(state: State, param: Tensor) -> State:
-    return _shard.as_local_state(tidied(state), param)
+    return _part.as_local_state(tidied(state), param)
 
 
 def _materialized(grad: Tensor) -> Tensor:

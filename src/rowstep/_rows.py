@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ._commit import replace_table
-from ._shard import shard_of
+from ._part import part_of
 from ._state import State, zeros_like
 
 Init = Tensor | Callable[[Tensor], object]
@@ -124,10 +124,10 @@ def select_rows_(param: Tensor, mask_or_ids: Tensor) -> None:
 
 
 def _refuse_a_part(param: Tensor) -> None:
-    shard = shard_of(param)
-    if shard is not None:
+    part = part_of(param)
+    if part is not None:
         raise ValueError(
-            f"the parameter is {len(param)} of the {shard.order.rows} rows of a sharded table, whose size is fixed; "
+            f"the parameter is {len(param)} of the {part.order.rows} rows of a sharded table, whose size is fixed; "
             "make it whole with to_embedding, change that, and divide it again with from_embedding"
         )
 

@@ -104,6 +104,11 @@ def ensure_row_steps(state: State, lead: tuple[int, ...]) -> None:
         state["row_step"] = second.reshape(*lead, -1).ne(0).any(dim=-1).to(torch.int64) * count
 
 
+def row_slots(state: State) -> list[str]:
+    """The keys of what this state holds for each row of its parameter."""
+    return [key for key in (*MOMENTS, "row_step") if isinstance(slot := state.get(key), Tensor) and slot.dim()]
+
+
 def misfit(state: State, param: Tensor) -> str | None:
     """Why this state cannot belong to this parameter, or None."""
     return incomplete(state) or slot_misfit(state, param)

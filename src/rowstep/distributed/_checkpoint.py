@@ -27,10 +27,12 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor, zeros
 
+from .._layout import RowOrder
 from .._optimizer import RowOptimizer
-from .._shard import ROW_ORDER
+from .._part import ROW_ORDER
+from .._state import row_slots
 from . import _exchange
-from ._plan import Blocks, RowOrder
+from ._plan import Blocks
 
 _ALONE = "torch.distributed is disabled, unavailable or uninitialized"  # what torch warns of in a single process
 
@@ -162,7 +164,8 @@ class _Planner(DefaultLoadPlanner):
         if _place(key) not in self._own and _place(key) not in self._saved:
             return False
         saved, own = self._orders(key)
-        return saved != own and isinstance(value, Tensor) and value.shape[:1] == (own.rows,)
+        name = key.rpartition(".")[2]
+        return saved != own and (name == "weight" or bool(row_slots({name: value})))
 
     def _read_all_chunks(self, key: str) -> list[ReadItem]:
         assert self.metadata is not None

@@ -20,10 +20,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from .._shard import ROW_ORDER
+from .._part import ROW_ORDER
 from . import _exchange
-from ._distinct import distinct, sum_duplicates
-from ._lookup import ShardedTable
+from ._dedupe import dedupe, sum_duplicates
+from ._table import ShardedTable
 
 
 def allreduce_hook(group: ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -55,7 +55,7 @@ def allreduce_hook(group: ProcessGroup | None, bucket: GradBucket) -> torch.futu
 
 def _mean_over_ranks(gradient: Tensor, group: ProcessGroup) -> Tensor:
     rows, values = gradient._indices()[0], gradient._values()
-    found = distinct(rows)
+    found = dedupe(rows)
     indices, sums = _exchange.gather_uneven(group, found.numbers, sum_duplicates(values, found))
     mean = sums.div_(dist.get_world_size(group))
     return torch.sparse_coo_tensor(indices.unsqueeze(0), mean, gradient.shape, check_invariants=False)

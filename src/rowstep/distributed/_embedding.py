@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F  # noqa: N812  # as torch's own documents have it
 
-from ._distinct import spread
-from ._lookup import ShardedTable
+from ._dedupe import repeat_rows
+from ._table import ShardedTable
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -73,7 +73,7 @@ class ShardedEmbedding(ShardedTable):
     def forward(self, input: Tensor) -> Tensor:
         """Look up ids of any shape."""
         rows, found = self._fetch(lambda: self._check(input), input)
-        return spread(rows, found).view(*input.shape, self.embedding_dim)
+        return repeat_rows(rows, found).view(*input.shape, self.embedding_dim)
 
     @classmethod
     def from_embedding(

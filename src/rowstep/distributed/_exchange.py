@@ -1,14 +1,6 @@
-"""Every collective of this library.
+"""Every collective of this library, each a small function that counts what it sends.
 
-A lookup is four of them, in which every rank takes part whether it has ids or not:
-
-    headers   each rank tells each other what it looks up, how many rows it wants, and whether it can go on at all
-    ids       the rows wanted, as numbers in the owner's block
-    vote      whether every owner could read what it was asked for
-    rows      what was asked for, from the owners to those who asked; in the backward pass gradients go the other way
-
-An exception that one rank meets on the way travels with its header or its vote: every rank learns of it in the same
-call and raises, and nobody waits for rows that never come.
+``_fetch`` tells what a lookup sends, and why in that order. DTensors and torch's checkpoints send by themselves.
 """
 
 from __future__ import annotations
@@ -24,9 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
-
-from ._distinct import Distinct, distinct
 
 _T = TypeVar("_T")
 _S = TypeVar("_S")
@@ -76,7 +65,7 @@ class Route(NamedTuple):
 
     @property
     def back(self) -> Route:
-        """The way of the gradients."""
+        """The other way, which ids and gradients take."""
         return Route(self.owed, self.asked, self.group)
 
 
@@ -105,35 +94,17 @@ def default_group(group: ProcessGroup | None) -> ProcessGroup | None:
     return dist.group.WORLD
 
 
-class Request(NamedTuple):
-    """What a rank wants of the others."""
+def swap_headers(
+    counts: list[int], failure: Exception | None, group: ProcessGroup, *, table: int, has_backward: bool
+) -> list[int]:
+    """Tell each rank how many rows this one wants of it; return how many each wants of this one.
 
-    found: Distinct
-    """The positions that it looks up."""
-    numbers: Tensor
-    """The same as numbers in their owners' blocks, owner by owner."""
-    asked: list[int]
-    """How many of each owner."""
-
-
-class Agreement(NamedTuple):
-    """What a rank knows once all have told each other what they want."""
-
-    request: Request
-    way: Route
-    owed: Tensor
-    """The numbers of the rows that it owes the others, by who asked."""
-
-
-def agree_on_rows(ask: Callable[[], Request], group: ProcessGroup, *, call: int) -> Agreement:
-    """Agree on who sends what to whom. ``call`` says what is looked up, and must be the same on all ranks.
-
-    Whatever ``ask`` raises on some rank is raised there, and a :class:`PeerError` on all others.
+    Raises unless all look up the same ``table``, and all or none of them with a backward pass. A ``failure`` is raised
+    on the rank that met it, and a :class:`PeerError` on all others.
     """
     rank, ranks = ranks_of(group)
-    request, failure = _attempt(ask, instead=Request(distinct(torch.empty(0)), torch.empty(0), [0] * ranks))
-    word = call << 1 | (failure is not None)
-    headers = torch.tensor([[word, count] for count in request.asked], device=_device_for(group))
+    word = table << 2 | has_backward << 1 | (failure is not None)
+    headers = torch.tensor([[word, count] for count in counts], device=_device_for(group))
     answers = torch.empty_like(headers)
     _count("headers", rank, [1] * ranks, 16)
     dist.all_to_all_single(answers, headers, group=group)
@@ -145,16 +116,20 @@ def agree_on_rows(ask: Callable[[], Request], group: ProcessGroup, *, call: int)
             "ranks look up different tables in one call, or some of them without a gradient; expected the same lookups "
             f"in the same order on every rank (numbers of tables by rank: {[word >> 2 for word in words]})"
         )
-    way = Route(request.asked, owed, group)
-    _count("ids", rank, request.asked, request.numbers.element_size())
-    return Agreement(request, way, _swap(request.numbers, way.back))
+    return cast(list[int], owed)
+
+
+def send_ids(numbers: Tensor, way: Route) -> Tensor:
+    """Send each rank the numbers of the rows wanted of it; return those that are wanted of this one, by who asked."""
+    _count("ids", dist.get_rank(way.group), way.owed, numbers.element_size())
+    return _swap(numbers, way)
 
 
 def agree(action: Callable[[], _T], group: ProcessGroup | None) -> _T:
     """The result of ``action``, if it raises on no rank; if it does on some, all ranks raise."""
     if group is None:
         return action()
-    result, failure = _attempt(action, instead=None)
+    result, failure = attempt(action, instead=None)
     flag = torch.tensor([failure is not None], dtype=torch.int32, device=_device_for(group))
     rank, ranks = ranks_of(group)
     _count("votes", rank, [1] * ranks, flag.nbytes)
@@ -164,7 +139,7 @@ def agree(action: Callable[[], _T], group: ProcessGroup | None) -> _T:
     return cast(_T, result)
 
 
-def _attempt(action: Callable[[], _T], instead: _S) -> tuple[_T | _S, Exception | None]:
+def attempt(action: Callable[[], _T], instead: _S) -> tuple[_T | _S, Exception | None]:
     """The result, or something in its place and what was raised: a rank that fails still has to tell the others."""
     try:
         return action(), None
@@ -215,14 +190,23 @@ def _row_bytes(rows: Tensor) -> int:
     return math.prod(rows.shape[1:]) * rows.element_size()
 
 
-def gather_numbers(measure: Callable[[], float], group: ProcessGroup) -> list[float]:
-    """What every rank measures. If that raises on some rank, all ranks raise."""
-    number, failure = _attempt(measure, instead=0.0)
-    report = torch.tensor([failure is not None, number], dtype=torch.float64, device=_device_for(group))
-    reports = torch.stack(gather_everywhere(report, group)).tolist()
-    if any(failed for failed, _ in reports):
-        _raise_everywhere(failure, group)
-    return [number for _, number in reports]
+@dataclass(frozen=True)
+class GroupPeers:
+    """The ranks of a process group, as the core knows them: ``_part.Peers``."""
+
+    group: ProcessGroup
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GroupPeers:
+        return self  # a process group cannot be copied
+
+    def gather_numbers(self, measure: Callable[[], float]) -> list[float]:
+        """What every rank measures. If that raises on some rank, all ranks raise."""
+        number, failure = attempt(measure, instead=0.0)
+        report = torch.tensor([failure is not None, number], dtype=torch.float64, device=_device_for(self.group))
+        reports = torch.stack(gather_everywhere(report, self.group)).tolist()
+        if any(failed for failed, _ in reports):
+            _raise_everywhere(failure, self.group)
+        return [number for _, number in reports]
 
 
 def gather_everywhere(local: Tensor, group: ProcessGroup) -> list[Tensor]:
@@ -258,11 +242,6 @@ def each_block(local: Tensor, lengths: list[int], group: ProcessGroup | None) ->
             _count("blocks", rank, [1] * len(lengths), block.nbytes)
         dist.broadcast(block, group_src=rank, group=group)
         yield block
-
-
-def whole(value: DTensor) -> Tensor:
-    """All rows of a tensor that is spread over ranks, on every rank."""
-    return value.full_tensor()
 
 
 def twin_group(group: ProcessGroup | None) -> ProcessGroup:

@@ -1,90 +1,17 @@
-"""Which rank owns which row: pure arithmetic.
+"""Which rank owns which row, and what a lookup costs: pure arithmetic.
 
-Rows are laid out in an order of their own, and each rank owns one block of it:
+Rows lie in an order of their own (``_layout``), and each rank owns one block of it:
 
     id ──order──> position ──block──> (rank, row of that rank's block)
-
-Plain blocks of ids would put the popular rows, which in most vocabularies have the smallest ids, on the first rank: at
-8 ranks with Zipf ids it had 5 to 6.7 times the mean load. So ids are spread first, by a map that does not know the
-number of ranks: the same table can then be cut again for any other number.
-
-    position = (multiplier * id + offset) mod rows
-
-With a multiplier near the golden section of the number of rows, neighbouring ids, and ids that follow each other in
-any but a few odd strides, fall far apart. The busiest of 8 ranks then had 1.02 to 1.05 times the mean load (Zipf ids,
-also in strides of 2 to 4,096, tables of 100,000 to 10 million rows).
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-_GOLDEN_SECTION = (math.sqrt(5) - 1) / 2
-
-# Below this many rows a product of two of their numbers fits into 63 bits.
-_PRODUCT_FITS = math.isqrt(2**63 - 1)
-_LOW_BITS = 21
-_MOST_ROWS = 2 ** (2 * _LOW_BITS)
-
-
-class RowOrder(NamedTuple):
-    """The order in which a table's rows are laid out over the ranks. These constants go into the checkpoint."""
-
-    rows: int
-    multiplier: int
-    offset: int
-
-    @classmethod
-    def by_id(cls, rows: int) -> RowOrder:
-        """The order of a table that was never spread."""
-        return cls(rows, 1, 0)
-
-    @classmethod
-    def spread(cls, rows: int) -> RowOrder:
-        """An order in which popular rows, wherever their ids lie, are far from each other."""
-        if rows > _MOST_ROWS:
-            raise ValueError(f"a table has {rows} rows; expected at most {_MOST_ROWS}")
-        multiplier = max(1, round(rows * _GOLDEN_SECTION))
-        while math.gcd(multiplier, rows) > 1:
-            multiplier += 1
-        return cls(rows, multiplier, 0)
-
-    @classmethod
-    def loaded(cls, constants: object, rows: int) -> RowOrder:
-        """The order of a table of so many rows, from what a checkpoint says of it."""
-        if not isinstance(constants, Tensor) or constants.shape != (3,) or constants.dtype != torch.int64:
-            raise ValueError(f"the loaded order of the rows is {constants!r}; expected three numbers of int64")
-        order = cls(*constants.tolist())
-        if order.rows != rows or math.gcd(order.multiplier, rows) > 1 or min(order.multiplier, order.offset) < 0:
-            raise ValueError(f"the loaded order of the rows is {order}; expected one of {rows} rows")
-        return order
-
-    def positions(self, ids: Tensor) -> Tensor:
-        """Where these ids are in the order, as int64 whatever the ids are: a product of two int32 would not fit."""
-        ids = ids.to(torch.int64)
-        if not self.rows:
-            return ids
-        spread = _times(ids, self.multiplier, self.rows)
-        return (spread + self.offset) % self.rows if self.offset else spread  # a division costs 0.2 ms in 65,536 ids
-
-    def ids(self, positions: Tensor) -> Tensor:
-        """Which ids are at these positions."""
-        if not self.rows:
-            return positions
-        return _times((positions - self.offset) % self.rows, pow(self.multiplier, -1, self.rows), self.rows)
-
-
-def _times(numbers: Tensor, factor: int, modulus: int) -> Tensor:
-    """``numbers * factor`` modulo ``modulus``, for numbers and a factor below it."""
-    if modulus <= _PRODUCT_FITS:
-        return numbers * factor % modulus
-    high, low = divmod(factor, 1 << _LOW_BITS)
-    return (((numbers * high % modulus) << _LOW_BITS) % modulus + numbers * low % modulus) % modulus
 
 
 class Blocks(NamedTuple):

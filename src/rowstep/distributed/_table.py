@@ -1,4 +1,4 @@
-"""What both sharded tables share: a block of rows per rank, and lookups that fetch rows from whoever owns them."""
+"""What both sharded tables share: a module that holds one block of a table's rows, and how that is filled and saved."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.nn import functional as F  # noqa: N812  # as torch's own documents h
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from .. import _shard
-from .._shard import ROW_ORDER, Shard
+from .._layout import RowOrder
+from .._part import ROW_ORDER, TablePart, mark
 from . import _exchange
-from ._distinct import Distinct, distinct
-from ._exchange import Request
-from ._plan import Blocks, RowOrder
+from ._dedupe import Deduped, dedupe
+from ._fetch import Request, fetch_rows
+from ._plan import Blocks
 
 # Called before rows of the local block are read, with their numbers, or with None for all.
 LookupHook = Callable[[nn.Module, Tensor | None], None]
@@ -64,7 +64,8 @@ class ShardedTable(nn.Module):
         self.rank, self.ranks = _exchange.ranks_of(group)
         self._number = _exchange.number_of_table(group)
         self._blocks = Blocks(num_embeddings, self.ranks)
-        self._shard = Shard(RowOrder.spread(num_embeddings), self._blocks.of(self.rank), group)
+        peers = None if group is None else _exchange.GroupPeers(group)
+        self._shard = TablePart(RowOrder.spread(num_embeddings), self._blocks.of(self.rank), peers)
         self._lookup_hooks: OrderedDict[int, LookupHook] = OrderedDict()
         rows = torch.empty(len(self._shard.positions), embedding_dim, device=device, dtype=dtype)
         self.weight = nn.Parameter(rows, requires_grad=not freeze)
@@ -78,16 +79,17 @@ class ShardedTable(nn.Module):
     @property
     def group(self) -> ProcessGroup | None:
         """The ranks that share the table; None in a single process without torch.distributed."""
-        return self._shard.group  # and nowhere else: a copy of the module must not try to copy the group
+        peers = self._shard.peers  # and nowhere else: a copy of the module must not try to copy the group
+        return None if peers is None else peers.group
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name == "weight":
-            _shard.mark(self.weight, self._shard)
+            mark(self.weight, self._shard)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        _shard.mark(self.weight, self._shard)  # to_empty, and some conversions, make another Parameter
+        mark(self.weight, self._shard)  # to_empty, and some conversions, make another Parameter
         return self
 
     # Contents
@@ -158,28 +160,28 @@ class ShardedTable(nn.Module):
         self._before_read(rows)
         return F.embedding(rows, self.weight, self._local_padding, self.max_norm, self.norm_type, False, True)
 
-    def _fetch(self, check: Callable[[], None], ids: Tensor) -> tuple[Tensor, Distinct]:
+    def _fetch(self, check: Callable[[], None], ids: Tensor) -> tuple[Tensor, Deduped]:
         """The distinct rows that ``ids`` name, from all ranks, and which of them each id has."""
         if self.group is None:
             check()
-            found = self._distinct_positions(ids)
-            return self._read(found.numbers.to(torch.int64)), found
+            wanted = self._wanted_positions(ids)
+            return self._read(wanted.numbers.to(torch.int64)), wanted
+        return fetch_rows(
+            lambda: self._ask(check, ids),
+            self._read,
+            self.group,
+            table=self._number,
+            has_backward=torch.is_grad_enabled() and self.weight.requires_grad,
+            divisor=self.ranks if self.gradient == "mean" else 1,
+        )
 
-        def ask() -> Request:
-            self._refuse_torchs_ddp()
-            check()
-            found = self._distinct_positions(ids)
-            # Sorted by position is sorted by owner: the blocks follow each other.
-            in_block = (found.numbers % self._blocks.size).to(self._index_dtype)
-            return Request(found, in_block, self._blocks.cut(found.numbers))
-
-        has_backward = torch.is_grad_enabled() and self.weight.requires_grad
-        agreed = _exchange.agree_on_rows(ask, self.group, call=self._number << 1 | has_backward)
-        owed = agreed.owed.to(torch.int64)
-        # A hook is somebody else's code, and memory may run out: then all have to hear of it before they wait for rows.
-        rows = _exchange.agree(lambda: self._read(owed), self.group)
-        divisor = self.ranks if self.gradient == "mean" else 1
-        return _exchange.send_rows(rows, agreed.way, divisor=divisor), agreed.request.found
+    def _ask(self, check: Callable[[], None], ids: Tensor) -> Request:
+        self._refuse_torchs_ddp()
+        check()
+        wanted = self._wanted_positions(ids)
+        # Sorted by position is sorted by owner: the blocks follow each other.
+        in_block = (wanted.numbers % self._blocks.size).to(self._index_dtype)
+        return Request(wanted, in_block, self._blocks.cut(wanted.numbers))
 
     def _refuse_torchs_ddp(self) -> None:
         active: Any = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
@@ -189,9 +191,9 @@ class ShardedTable(nn.Module):
                 "rank's rows with those of rank 0; use rowstep.distributed.ddp"
             )
 
-    def _distinct_positions(self, ids: Tensor) -> Distinct:
+    def _wanted_positions(self, ids: Tensor) -> Deduped:
         positions = self._shard.order.positions(ids)
-        return distinct(positions.to(torch.int32) if self.num_embeddings < 2**31 else positions)  # sorts 1.4x faster
+        return dedupe(positions.to(torch.int32) if self.num_embeddings < 2**31 else positions)  # sorts 1.4x faster
 
     @property
     def _index_dtype(self) -> torch.dtype:
@@ -236,7 +238,7 @@ class ShardedTable(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        _shard.mark(self.weight, self._shard)  # a copied Parameter has lost it
+        mark(self.weight, self._shard)  # a copied Parameter has lost it
 
     def extra_repr(self) -> str:
         text = f"{self.num_embeddings}, {self.embedding_dim}"

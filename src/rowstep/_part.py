@@ -3,70 +3,73 @@
 It is a plain local Parameter, because DTensor has no sparse gradients. What it is a part of is written beside it, as an
 attribute of the Parameter. To the outside, in state dicts, it is a DTensor over the same memory, which torch's
 checkpoints can cut anew for another number of ranks.
+
+The core imports nothing of ``rowstep.distributed``. What takes messages between ranks, it asks of the part's ``Peers``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import StateDict
 
-from ._state import State
+from ._layout import RowOrder
+from ._state import State, row_slots
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from .distributed._plan import RowOrder
-
-_MARK = "_rowstep_shard"
+_MARK = "_rowstep_part"
 
 ROW_ORDER = "rowstep_row_order"
 """The key under which state dicts keep the order of a table's rows, beside every tensor that is laid out in it."""
 
 
+class Peers(Protocol):
+    """The ranks that hold the parts of a table, this one included. They are equal where their group is the same."""
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks as torch knows them."""
+
+    def gather_numbers(self, measure: Callable[[], float]) -> list[float]:
+        """What every rank measures. If that raises on some rank, all ranks raise."""
+
+
 @dataclass(eq=False)
-class Shard:
+class TablePart:
     """Rows ``positions`` of a table that is laid out in ``order``, and the ranks that hold the others."""
 
     order: RowOrder
     positions: range
-    group: ProcessGroup | None
+    peers: Peers | None
     """None in a single process without torch.distributed."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
-        return Shard(self.order, self.positions, self.group)  # a process group cannot be copied
 
     @property
     def order_as_tensor(self) -> Tensor:
         return torch.tensor(self.order, device="cpu")
 
-    def holds(self, value: object) -> bool:
-        """Whether this is a tensor of the rows that this rank has."""
-        return isinstance(value, Tensor) and value.dim() > 0 and len(value) == len(self.positions)
-
     def as_global(self, local: Tensor) -> Tensor:
         """The whole table's tensor, of which ``local`` is this rank's part; no copy is made."""
-        if self.group is None:
+        if self.peers is None:
             return local
-        from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor import Shard as Cut
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor, Shard
 
         shape = torch.Size((self.order.rows, *local.shape[1:]))
         stride = torch.empty(shape, device="meta").stride()
-        mesh = _mesh(self.group, local.device.type)
-        return DTensor.from_local(local, mesh, [Cut(0)], run_check=False, shape=shape, stride=stride)
+        mesh = DeviceMesh.from_group(self.peers.group, local.device.type)
+        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
     def order_of(self, constants: object, value: object) -> RowOrder:
         """The order of a loaded tensor, from the constants that came with it, if any.
 
         Blocks that came without are ours, since only we make them. Whole tables that came without were never sharded.
         """
-        from .distributed._plan import RowOrder
-
         if constants is not None:
             return RowOrder.loaded(constants, self.order.rows)
         return self.order if _is_in_blocks(value) else RowOrder.by_id(self.order.rows)
@@ -76,53 +79,47 @@ class Shard:
         from torch.distributed.tensor import DTensor
 
         if value.shape[:1] != (self.order.rows,):
-            raise ValueError(f"a tensor of shape {tuple(value.shape)} was loaded for a table of {self.order.rows} rows")
+            raise ValueError(
+                f"a tensor of shape {tuple(value.shape)} was loaded for a table of {self.order.rows} rows; "
+                "expected all of its rows, as state_dict() gives them"
+            )
         if isinstance(value, DTensor):
             if order == self.order and _is_in_blocks(value):
                 return value.to_local()
-            from .distributed import _exchange
-
-            value = _exchange.whole(value)
+            value = value.full_tensor()  # it knows its ranks: a parameter that is whole has no peers to ask
         if order == self.order:
             return value[self.positions.start : self.positions.stop].clone()  # and let go of the rest
         positions = torch.arange(self.positions.start, self.positions.stop, device=value.device)
         return value.index_select(0, order.positions(self.order.ids(positions)))
 
 
-def mark(param: Tensor, shard: Shard) -> None:
+def mark(param: Tensor, part: TablePart) -> None:
     """Note that ``param`` is this part of a table."""
-    setattr(param, _MARK, shard)
+    setattr(param, _MARK, part)
 
 
-def shard_of(param: Tensor) -> Shard | None:
+def part_of(param: Tensor) -> TablePart | None:
     """What this parameter is a part of, or None if it is whole."""
     return getattr(param, _MARK, None)
 
 
 def as_global_state(state: State, param: Tensor) -> State:
     """A parameter's optimizer state as it goes into a state dict."""
-    shard = shard_of(param)
-    if shard is None:
+    part = part_of(param)
+    if part is None:
         return state
-    rows = {key: shard.as_global(value) for key, value in state.items() if shard.holds(value)}
-    return state | rows | {ROW_ORDER: shard.order_as_tensor}
+    return state | {key: part.as_global(state[key]) for key in row_slots(state)} | {ROW_ORDER: part.order_as_tensor}
 
 
 def as_local_state(state: State, param: Tensor) -> State:
     """What of a loaded state belongs to this parameter, be it a part of a table or a whole one."""
-    shard, order = shard_of(param), state.get(ROW_ORDER)
-    if shard is None and order is None:
+    part, order = part_of(param), state.get(ROW_ORDER)
+    if part is None and order is None:
         return state
-    from .distributed._plan import RowOrder
-
-    if shard is None:
-        shard = Shard(RowOrder.by_id(len(param)), range(len(param)), None)
-    rows = shard.order.rows
+    if part is None:
+        part = TablePart(RowOrder.by_id(len(param)), range(len(param)), peers=None)
     local = {key: value for key, value in state.items() if key != ROW_ORDER}
-    for key, value in local.items():
-        if isinstance(value, Tensor) and value.shape[:1] == (rows,):
-            local[key] = shard.as_local(value, shard.order_of(order, value))
-    return local
+    return local | {key: part.as_local(local[key], part.order_of(order, local[key])) for key in row_slots(local)}
 
 
 def for_each_param(state_dict: StateDict, params: list[Tensor], change: Callable[[State, Tensor], State]) -> StateDict:
@@ -139,13 +136,6 @@ def for_each_param(state_dict: StateDict, params: list[Tensor], change: Callable
 
 def _is_in_blocks(value: object) -> bool:
     """Whether this is a whole table's tensor of which every rank has its own rows."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor import Shard as Cut
+    from torch.distributed.tensor import DTensor, Shard
 
-    return isinstance(value, DTensor) and value.placements == (Cut(0),)
-
-
-def _mesh(group: ProcessGroup, device_type: str) -> Any:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    return DeviceMesh.from_group(group, device_type)
+    return isinstance(value, DTensor) and value.placements == (Shard(0),)

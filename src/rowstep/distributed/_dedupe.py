@@ -9,39 +9,39 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  # as torch's own documents have it
 
 
-class Distinct(NamedTuple):
-    """Distinct numbers, ascending, and where each of them occurs."""
+class Deduped(NamedTuple):
+    """The distinct ones of some numbers, ascending, and where each of them occurs."""
 
     numbers: Tensor
     places: Tensor
     """For each number given, which of the distinct ones it is; int64, in the shape given."""
-    order: Tensor
+    occurrences: Tensor
     """Where the numbers given are, one distinct number after the other, in order of occurrence."""
     starts: Tensor
-    """Where in ``order`` each distinct number begins."""
+    """Where in ``occurrences`` each distinct number begins."""
 
 
-def distinct(numbers: Tensor) -> Distinct:
+def dedupe(numbers: Tensor) -> Deduped:
     """Find duplicates by a stable sort, which also says in what order to sum."""
-    ordered, order = torch.sort(numbers.reshape(-1), stable=True)
+    ordered, occurrences = torch.sort(numbers.reshape(-1), stable=True)
     found, ranks, counts = torch.unique_consecutive(ordered, return_inverse=True, return_counts=True)
-    places = torch.empty_like(order)
-    places[order] = ranks
-    return Distinct(found, places.view(numbers.shape), order, counts.cumsum(0) - counts)
+    places = torch.empty_like(occurrences)
+    places[occurrences] = ranks
+    return Deduped(found, places.view(numbers.shape), occurrences, counts.cumsum(0) - counts)
 
 
-def sum_duplicates(values: Tensor, of: Distinct) -> Tensor:
+def sum_duplicates(values: Tensor, of: Deduped) -> Tensor:
     """One row of ``values`` for each distinct number: the sum of those at its places, in order of occurrence."""
     if values.dtype == torch.float64:  # of which torch's embedding_bag has no fast kernel: 14.9 ms below
         sums = values.new_zeros(len(of.numbers), *values.shape[1:])
         return sums.index_add_(0, of.places.reshape(-1), values)
     # 65,536 Zipf ids of width 64, one thread: 0.9 ms, where index_add_ takes 4.6 and coalesce, sorting included, 27.
-    return F.embedding_bag(of.order, values, of.starts, mode="sum")
+    return F.embedding_bag(of.occurrences, values, of.starts, mode="sum")
 
 
-class _Spread(torch.autograd.Function):
+class _RepeatRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, of: Distinct) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, of: Deduped) -> Tensor:
         ctx.of = of
         return rows.index_select(0, of.places.reshape(-1))
 
@@ -51,7 +51,7 @@ class _Spread(torch.autograd.Function):
         return sum_duplicates(grad.contiguous(), ctx.of), None
 
 
-def spread(rows: Tensor, of: Distinct) -> Tensor:
+def repeat_rows(rows: Tensor, of: Deduped) -> Tensor:
     """A row for every number given, from one for each distinct number; its gradient is summed again."""
-    spread_out: Tensor = _Spread.apply(rows, of)  # type: ignore[no-untyped-call]
-    return spread_out
+    repeated: Tensor = _RepeatRows.apply(rows, of)  # type: ignore[no-untyped-call]
+    return repeated
