@@ -2,8 +2,8 @@
 
     python examples/digits.py
 
-SparseAdam steps a dense gradient as torch.optim.Adam does. With force_sparse=True it steps only the rows that hold a
-non-zero: here a unit that was off for a whole batch keeps its weights and moments.
+SparseAdam steps a dense gradient as torch.optim.Adam does. With force_sparse=True it steps only rows with a non-zero:
+here, a unit that was off for a whole batch keeps its weights and moments.
 """
 
 from __future__ import annotations

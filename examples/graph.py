@@ -3,9 +3,9 @@
     pip install 'rowstep[integration]'
     python examples/graph.py
 
-34 members, the ties between them, and the four groups they fall into. Walks go from a member over a tie to another
-member, and members that meet on walks get similar vectors. The loop is that of PyTorch Geometric's own example but for
-the optimizer: DeferredAdam steps as torch.optim.Adam would with sparse=False, at the cost of the nodes on the walks.
+The graph has 34 members, the ties between them, and the four groups they fall into. Walks follow ties from member to
+member, and members that meet on walks get similar vectors. The loop is PyTorch Geometric's own example except for the
+optimizer: DeferredAdam steps as torch.optim.Adam would with sparse=False, at the cost of the nodes on the walks.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A knowledge graph: PyKEEN's pipeline on facts about 14 nations, with our class where it takes an optimizer.
+"""A knowledge graph: PyKEEN's pipeline on facts about 14 nations, with our class as its optimizer.
 
     pip install 'rowstep[integration]'
     python examples/knowledge_graph.py
 
-PyKEEN's gradients are dense. SparseAdam then steps as torch.optim.Adam does. With force_sparse=True it steps only the
-entities and relations of a batch, as torch.optim.SparseAdam would if it took dense gradients.
+PyKEEN's gradients are dense, so SparseAdam steps as torch.optim.Adam does. With force_sparse=True it steps only the
+entities and relations in a batch, as torch.optim.SparseAdam would if it took dense gradients.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Matrix factorisation on NumPy alone, no framework: how a user would rate an item, learned from other ratings.
+"""Matrix factorisation with NumPy alone, no framework: predict how a user would rate an item from other ratings.
 
     python examples/numpy_only.py
 
-A batch names few users and items, so their tables step by rows; the mean rating steps as a whole. All three are one
-iteration, and have one bias correction.
+A batch names few users and items, so their tables step by rows. The mean rating steps as a whole. All three steps are
+one iteration and share its bias correction.
 """
 
 from __future__ import annotations

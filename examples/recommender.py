@@ -1,10 +1,10 @@
-"""A recommender of two towers, on planted data: which item will a user pick next?
+"""A two-tower recommender on planted data: which item will a user pick next?
 
     pip install 'rowstep[cli]'    # for the progress bar
     python examples/recommender.py
 
-A batch reads a few rows of two tables. DeferredAdamW gives torch.optim.AdamW's result for tables and towers alike, and
-a step costs the rows it read. Before the recall is computed, model.eval() brings the tables up to date.
+A batch reads a few rows of two tables. DeferredAdamW gives torch.optim.AdamW's result for tables and towers, and the
+cost of a step scales with the rows read. Before the recall is computed, model.eval() brings the tables up to date.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Tables divided among ranks, checkpoints, and a run that outlives its workers and its machines.
+"""Sharded tables, checkpoints, and a run that survives losing workers and machines.
 
     python examples/sharded.py
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/sharded.py --checkpoints DIR
 
-Add ``--die-at 25 --die-rank 1`` to see a worker die, and the run end with the same bits all the same. Every step has
-one batch, which the ranks cut among themselves: any number of them does the same work. A run goes on from the newest
-complete checkpoint, with as many ranks as there are now. Where machines may be lost and come back, start this on each
-of them, with DIR on a disk that all can see:
+Add ``--die-at 25 --die-rank 1`` to kill a worker: the run still ends with the same bits. The ranks split one batch per
+step, so any number of ranks does the same work. A run resumes from the newest complete checkpoint, with however many
+ranks there are. If machines may be lost and come back, start this on each of them, with DIR on a disk that all can see:
 
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:2 --nproc-per-node 1 --max-restarts 3 \\
         --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-id NAME examples/sharded.py --checkpoints DIR

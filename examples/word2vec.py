@@ -2,8 +2,8 @@
 
     python examples/word2vec.py
 
-Two tables with a row per word, and batches that touch some of the rows: what sparse gradients were made for. SparseAdam
-steps as torch.optim.SparseAdam does, only faster.
+The two tables have a row per word, and a batch touches only some of the rows: the use case for sparse gradients.
+SparseAdam steps as torch.optim.SparseAdam does, only faster.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adam for embedding tables: a step costs the rows it touches, not the rows there are."""
+"""Adam for embedding tables: the cost of a step scales with the rows touched, not the table size."""
 
 from __future__ import annotations
 

@@ -27,15 +27,15 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Scale all gradients together so that their norm is at most ``max_norm``; return the norm before.
+    """Scale all gradients together so that their norm is at most ``max_norm``. Return the norm before scaling.
 
-    As :func:`torch.nn.utils.clip_grad_norm_`, for sparse and dense gradients. ``foreach`` is for the dense ones.
-    ``param.grad`` stays the same object, and each gradient is scaled once, even if parameters share one or if several
-    gradients share memory. A dense gradient is scaled in place; a sparse one may get new values, so that other tensors
-    over the old ones, such as what was passed to ``backward``, stay as they are.
+    Like :func:`torch.nn.utils.clip_grad_norm_`, for sparse and dense gradients. ``foreach`` applies to the dense ones.
+    ``param.grad`` stays the same object, and each gradient is scaled once, even if parameters share one or several
+    gradients share memory. A dense gradient is scaled in place. A sparse one may get a new values tensor, so that other
+    tensors that share the old one, such as what was passed to ``backward``, do not change.
 
-    Of a sharded table, the norm counts the rows of all ranks; then every rank of its group must make this call. Other
-    gradients are taken to be the same on every rank, as DistributedDataParallel makes them.
+    For a sharded table, the norm covers the rows of all ranks, and every rank of its group must make this call. Other
+    gradients are assumed to be the same on every rank, as under DistributedDataParallel.
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -55,11 +55,10 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, foreach: bool | None = None) -> None:
-    """Clamp every number of every gradient to [-clip_value, clip_value].
+    """Clamp every element of every gradient to [-clip_value, clip_value].
 
-    As :func:`torch.nn.utils.clip_grad_value_`, for sparse and dense gradients. What is clamped is a row's sum, so the
-    duplicates of a sparse gradient are combined: it has new, coalesced entries afterwards. ``param.grad`` stays the
-    same object.
+    Like :func:`torch.nn.utils.clip_grad_value_`, for sparse and dense gradients. Duplicates in a sparse gradient are
+    summed before clamping, so the gradient is coalesced afterwards. ``param.grad`` stays the same object.
     """
     clip_value = float(clip_value)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)

@@ -76,7 +76,7 @@ class RowOptimizer(Optimizer):
         check_group(group, where)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, under the same checks as the constructor's; a group that is refused is not added."""
+        """Add a group, with the same checks as the constructor. A refused group is not added."""
         super().add_param_group(param_group)
         try:
             where = f" in group {len(self.param_groups) - 1}"
@@ -98,7 +98,7 @@ class RowOptimizer(Optimizer):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # dynamo leaves only torch's own optimizers alone
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Perform one step; return what ``closure`` returns, if there is one."""
+        """Perform one step. Return the result of ``closure``, if given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -216,19 +216,19 @@ class RowOptimizer(Optimizer):
 
     @torch.no_grad()
     def grow(self, param: Tensor, rows: int, init: Init = torch.nn.init.normal_) -> None:
-        """Append ``rows`` rows to ``param``. Their weights are ``init``, or what that function makes of them."""
+        """Append ``rows`` rows to ``param``. ``init`` is their weights, or a function that fills or returns them."""
         self._operate(param, lambda state: _rows.grow(param, state, rows, init, self._steps_of_rows(param, state)))
 
     @torch.no_grad()
     def keep_rows(self, param: Tensor, mask_or_ids: Tensor) -> None:
-        """Keep the rows of ``param`` that a mask or a list of ids names, in that order, and drop the others."""
+        """Keep only the rows of ``param`` selected by a mask or a list of ids, in that order."""
         self._group_of(param)
         rows = _rows.named_rows(param, mask_or_ids)
         self._operate(param, lambda state: _rows.keep(param, state, rows))
 
     @torch.no_grad()
     def permute_rows(self, param: Tensor, order: Tensor) -> None:
-        """Reorder ``param``: row i becomes what row ``order[i]`` was."""
+        """Reorder the rows of ``param``: the new row i is the old row ``order[i]``."""
         self._group_of(param)
         rows = _rows.named_rows(param, order)
         if order.dtype == torch.bool or len(rows) != _rows.row_count(param):
@@ -237,7 +237,7 @@ class RowOptimizer(Optimizer):
 
     @torch.no_grad()
     def reset_rows(self, param: Tensor, ids: Tensor) -> None:
-        """Make these rows of ``param`` new to the optimizer: moments and counts are 0. Their weights stay."""
+        """Reset the optimizer state of these rows of ``param``: moments and counts become 0. Weights stay."""
         self._group_of(param)
         rows = _rows.named_rows(param, ids)
         self._operate(param, lambda state: _rows.reset(param, state, rows, self._steps_of_rows(param, state)))
@@ -278,9 +278,9 @@ class RowOptimizer(Optimizer):
         return None
 
     def allocate_state(self) -> None:
-        """Make the state of every parameter now, and not at its first step: checkpoints can then be read into it.
+        """Allocate the state of every parameter now instead of at its first step, so that checkpoints can load into it.
 
-        Optimizers of sharded tables do so when they are made.
+        Optimizers of sharded tables do this when they are created.
         """
         with self._lock:
             for group in self.param_groups:
@@ -296,16 +296,16 @@ class RowOptimizer(Optimizer):
         return [param for group in self.param_groups for param in group["params"]]
 
     def state_dict(self) -> StateDict:
-        """As torch's. The state of a sharded table's rows is given as DTensors over the same memory."""
+        """Same as torch's. The state of a sharded table is returned as DTensors over the same memory."""
         with self._lock:
             self._finish_step()
             state_dict = super().state_dict()
         return _part.for_each_param(state_dict, self._all_params(), _part.as_global_state)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load a state dict of this class or of the classes of torch that it replaces.
+        """Load a state dict of this class or of the torch classes that it replaces.
 
-        What the saved groups do not say (all of our own options, in torch's) stays as this optimizer has it.
+        Options missing from the saved groups (in torch's, all of our own) keep this optimizer's values.
         """
         given: StateDict = {}
         own_groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]

@@ -109,10 +109,10 @@ def row_count(param: Tensor) -> int:
 
 
 def select_rows_(param: Tensor, mask_or_ids: Tensor) -> None:
-    """Turn a dense ``param.grad`` into a row gradient of the named rows, in place of ``force_sparse``'s scan.
+    """Replace a dense ``param.grad`` with a sparse gradient of the given rows, without ``force_sparse``'s scan.
 
-    For gradients that are known to concern some rows only: the values are not looked at, and a row that is named counts
-    as touched even if it is zero.
+    Use this if you know which rows a gradient concerns. The values are not inspected: a given row counts as touched
+    even if its gradient is zero.
     """
     grad = param.grad
     if grad is None or grad.is_sparse:

@@ -20,12 +20,12 @@ from ._state import MOMENTS, State, ensure_moments
 
 
 class SparseAdam(RowOptimizer):
-    r"""Adam for models with sparse gradients: one optimizer for the tables and for everything else.
+    r"""Adam for models with sparse gradients: one optimizer for embedding tables and everything else.
 
     A parameter with a sparse gradient steps exactly as under :class:`torch.optim.SparseAdam`: only the rows that the
-    gradient names move, in the parameter and in both moments. A parameter with a dense gradient steps exactly as
-    under :class:`torch.optim.Adam`. One with no gradient is left alone. State dicts pass both ways between this class
-    and both of torch's.
+    gradient names change, in the parameter and in both moments. A parameter with a dense gradient steps exactly as
+    under :class:`torch.optim.Adam`. A parameter without a gradient is left alone. State dicts load both ways between
+    this class and both of torch's.
 
     Args:
         params: parameters, named parameters, or dicts that define groups, as for any torch optimizer.
@@ -34,24 +34,24 @@ class SparseAdam(RowOptimizer):
         eps: added to the uncorrected :math:`\sqrt{v}` of a sparse gradient (as torch.optim.SparseAdam does) and to
             the bias-corrected one of a dense gradient (as torch.optim.Adam does).
         maximize: step up the gradient instead of down.
-        weight_decay: L2 penalty folded into the gradient. Of a table, it acts on the rows touched in this step only.
-        decoupled_weight_decay: shrink the weights themselves, as AdamW does; again, of a table the touched rows only.
+        weight_decay: L2 penalty added to the gradient. In a table, it applies only to touched rows.
+        decoupled_weight_decay: shrink the weights themselves, as AdamW does. In a table, only touched rows shrink.
         amsgrad: normalise by the largest second moment so far.
-        force_sparse: treat a dense gradient as one that names the rows (along the first dimension) which hold a
-            non-zero.
+        force_sparse: treat only the rows of a dense gradient (along the first dimension) that hold a non-zero as
+            touched.
         bias_correction: ``"global"`` corrects by the parameter's step count, as torch does. ``"row"`` counts each row's
-            own steps, so a row first seen late moves by lr, and not by up to :math:`1/\sqrt{1-\beta_2}` of what its
-            history would allow.
+            own steps, so a row first seen late moves by lr. Global correction leaves its :math:`\sqrt{v}` too small by
+            a factor of up to :math:`1/\sqrt{1-\beta_2}`.
         nonfinite: what to do with a row whose summed gradient is not finite. ``"propagate"`` steps it, as torch does;
-            ``"skip"`` leaves the row untouched and counts it in :attr:`skipped_rows`; ``"raise"`` raises a
-            FloatingPointError before anything is written. Of a dense gradient, a row is a slice along the first
+            ``"skip"`` leaves the row unchanged and counts it in :attr:`skipped_rows`; ``"raise"`` raises
+            FloatingPointError before anything is written. In a dense gradient, a row is a slice along the first
             dimension.
 
     Moments are kept in the parameter's dtype. For 16-bit parameters the arithmetic runs in float32.
     """
 
     skipped_rows: int
-    """How many row updates ``nonfinite="skip"`` has left out so far."""
+    """How many row updates ``nonfinite="skip"`` has skipped so far."""
 
     def __init__(
         self,

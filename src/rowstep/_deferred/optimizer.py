@@ -39,23 +39,23 @@ class DeferredAdam(RowOptimizer):
     r"""torch.optim.Adam, at the cost of the rows touched.
 
     The weights that a forward pass reads, and the flushed table, are those that :class:`torch.optim.Adam` would have
-    after the same steps with dense gradients. Rows without a gradient wait, and are brought up to date in one stride
-    before they are read. Parameters with dense gradients step exactly as torch's. See ``docs/deferred.md``.
+    after the same steps with dense gradients. Rows without a gradient wait, and catch up in one update before they are
+    read. Parameters with dense gradients step exactly as in torch. See ``docs/deferred.md``.
 
     Args:
-        params: a module, whose Embedding and EmbeddingBag children are attached, or parameters or groups, as for any
-            torch optimizer; then call :meth:`attach` with the modules that read them.
-        lr: learning rate, a number or a one-element Tensor. Any schedule will do, also one that changes at every step.
+        params: a module, whose Embedding and EmbeddingBag children are attached; or parameters or groups, as for any
+            torch optimizer. In that case, call :meth:`attach` with the modules that read them.
+        lr: learning rate, a number or a one-element Tensor. Any schedule works, even one that changes at every step.
         betas: decay rates of the two moments; beta1 must be below sqrt(beta2).
         eps: added to the bias-corrected :math:`\sqrt{v}`.
         amsgrad: normalise by the largest second moment so far.
         maximize: step up the gradient instead of down.
-        allow_stale: bring a gradient's rows up to date inside the step if they were not when they were read, instead of
-            raising :class:`StaleRowsError`. Those gradients then belong to weights that lack the momentum (and weight
-            decay) of the steps a row has waited: the run is no longer dense Adam's, though close to it where rows
-            return often.
-        weight_decay: refused unless 0 or decoupled. L2 folded into the gradient cannot be deferred.
-        decoupled_weight_decay: shrink the weights themselves: what :class:`DeferredAdamW` does.
+        allow_stale: if a gradient's rows were not up to date when they were read, let them catch up inside the step
+            instead of raising :class:`StaleRowsError`. Those gradients belong to weights that lack the momentum (and
+            weight decay) of the steps the row has waited, so the run is no longer dense Adam's, though close to it if
+            rows recur often.
+        weight_decay: refused unless 0 or decoupled. L2 added to the gradient cannot be deferred.
+        decoupled_weight_decay: shrink the weights themselves, as :class:`DeferredAdamW` does.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class DeferredAdam(RowOptimizer):
 
     @torch.no_grad()
     def catch_up(self, param: Tensor, ids: Tensor) -> None:
-        """Bring the rows ``ids`` of ``param`` up to date, for a read that no attached module makes."""
+        """Bring the rows ``ids`` of ``param`` up to date, before a read that does not go through an attached module."""
         self._group_of(param)
         if is_only_traced(ids):
             return
@@ -156,7 +156,7 @@ class DeferredAdam(RowOptimizer):
 
     @contextlib.contextmanager
     def up_to_date(self, param: Tensor) -> Iterator[Tensor]:
-        """For reads of a whole table: inside the block every row of ``param`` is up to date, also after a step."""
+        """Keep every row of ``param`` up to date inside the block, even after a step: for reads of a whole table."""
         with self._lock:  # no step of another thread in between
             self.flush(param)
             self._kept_current[param] += 1
@@ -167,9 +167,9 @@ class DeferredAdam(RowOptimizer):
                 self._kept_current[param] -= 1
 
     def bring_up_to_date(self, param: Tensor, ids: Tensor | None) -> None:
-        """What attached modules call before they read: like :meth:`catch_up` or :meth:`flush`.
+        """Called by attached modules before they read: like :meth:`catch_up` or :meth:`flush`.
 
-        What is no id of the table is left to the lookup itself, which has its own message for it.
+        Invalid ids are left to the lookup itself, which has its own error message for them.
         """
         if param not in self._tables:
             return
@@ -309,7 +309,7 @@ class DeferredAdam(RowOptimizer):
     # Copies and checkpoints
 
     def state_dict(self) -> StateDict:
-        """The flushed state: torch.optim.Adam's own (or AdamW's), which loads there and here."""
+        """Flush, and return a state dict that torch.optim.Adam (or AdamW) and this class can load."""
         with self._lock:
             self.flush()
             return super().state_dict()
@@ -336,7 +336,7 @@ class DeferredAdam(RowOptimizer):
 class DeferredAdamW(DeferredAdam):
     r"""torch.optim.AdamW, at the cost of the rows touched: :class:`DeferredAdam` with decoupled weight decay.
 
-    Weight decay acts on every row at every step, also on rows that are never touched, as dense AdamW's does.
+    Weight decay applies to every row at every step, even to rows that are never touched, as in dense AdamW.
     """
 
     def __init__(

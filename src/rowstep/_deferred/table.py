@@ -26,7 +26,7 @@ Options = tuple[tuple[float, float], float, bool]
 
 
 class StaleRowsError(RuntimeError):
-    """A gradient came for rows that had not been brought up to date before they were read. Nothing has changed."""
+    """A gradient names rows that were not up to date when they were read. Nothing was changed."""
 
 
 def is_only_traced(ids: Tensor | None = None) -> bool:

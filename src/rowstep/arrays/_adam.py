@@ -34,12 +34,12 @@ class Moments(NamedTuple):
 
 
 class Adam:
-    """Adam with L2 weight decay folded into the gradient: g + weight_decay * p.
+    """Adam with L2 weight decay added to the gradient: g + weight_decay * p.
 
-    The settings are attributes and may be changed between steps, for instance by a schedule: ``optimizer.lr = 1e-4``.
+    The settings are attributes and may change between steps, for instance by a schedule: ``optimizer.lr = 1e-4``.
 
-    Moments are stored in the parameter's dtype. In float16, at the default betas, the square of a gradient below 5e-3
-    rounds to nothing, and what is then divided by it moves too far: keep parameters with such gradients in float32.
+    Moments are stored in the parameter's dtype. In float16, at the default betas, the second moment of a gradient below
+    5e-3 rounds to 0, and the parameter then moves too far: keep parameters with such gradients in float32.
     """
 
     decoupled_weight_decay = False
@@ -66,15 +66,15 @@ class Adam:
 
     @property
     def current_step(self) -> int:
-        """The iteration under way, from 1. It corrects the bias of everything stepped until ``end_iteration()``."""
+        """The current iteration, from 1. It sets the bias correction of all steps until ``end_iteration()``."""
         return self._step
 
     def end_iteration(self) -> None:
-        """Count an iteration: call it once, when all parameters have been stepped."""
+        """Advance the counter. Call this once per iteration, after all parameters have been stepped."""
         self._step += 1
 
     def step(self, name: str, param: NDArray[Any], grad: ArrayLike) -> None:
-        """Step every element of ``param`` in place. ``grad`` has its shape; any float dtype and any strides will do."""
+        """Step every element of ``param`` in place. ``grad`` has its shape, with any float dtype and any strides."""
         p = checked_param(checked_name(name), param)
         g = checked_gradient(name, grad, p.shape, p)
         refuse_shared_memory(name, p, g, same_allowed=True)
@@ -83,10 +83,10 @@ class Adam:
         backend.step(p, m, v, g, self._rule())
 
     def step_rows(self, name: str, param: NDArray[Any], rows: ArrayLike, grad: ArrayLike) -> None:
-        """Step these rows of ``param``, along its first axis, and their moments in place; no other row moves.
+        """Step these rows of ``param``, along its first axis, and their moments in place. No other row changes.
 
-        ``grad`` holds one row for each of ``rows``: its shape is that of ``rows`` followed by that of a row. A row that
-        occurs several times is stepped once, by the sum of its gradients in order of occurrence.
+        ``grad`` holds one row for each entry of ``rows``: its shape is that of ``rows`` followed by that of a row.
+        Duplicate rows are stepped once, by the sum of their gradients in order of occurrence.
         """
         p = checked_param(checked_name(name), param)
         numbers = checked_rows(name, rows, p)
@@ -99,7 +99,7 @@ class Adam:
             backend.step_rows(p, m, v, numbers.reshape(-1), g, self._rule())
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``load_state_dict`` needs. The arrays are the optimizer's own, not copies of them."""
+        """The state, for ``load_state_dict``. The arrays are the optimizer's own, not copies."""
         return {
             "step": self._step,
             **{key: getattr(self, key) for key in _SETTINGS},
@@ -108,18 +108,18 @@ class Adam:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over settings, counter and copies of the moments. What does not fit is refused as a whole."""
+        """Load the settings, the counter and copies of the moments. An invalid state is refused as a whole."""
         self._adopt(state_dict, copy=True)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write ``state_dict()`` to one ``.npz`` or ``.safetensors`` file, as the suffix says.
+        """Write ``state_dict()`` to one ``.npz`` or ``.safetensors`` file, depending on the suffix.
 
-        A crash in the middle leaves what was there before.
+        A crash midway leaves the old file in place.
         """
         _files.save(path, self.state_dict())
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Take over what ``save`` wrote. A damaged or foreign file is refused, with nothing changed."""
+        """Load a file that ``save`` wrote. A damaged or foreign file is refused, and nothing changes."""
         state_dict = _files.load(path)
         try:
             self._adopt(state_dict, copy=False)
@@ -182,7 +182,7 @@ class Adam:
 
 
 class AdamW(Adam):
-    """Adam with decoupled weight decay: before its step, p shrinks by lr * weight_decay of itself."""
+    """Adam with decoupled weight decay: before each step, p is multiplied by 1 - lr * weight_decay."""
 
     decoupled_weight_decay = True
 

@@ -1,4 +1,4 @@
-"""Tables divided by rows over the ranks of torch.distributed. See ``docs/distributed.md``."""
+"""Embedding tables sharded by rows over the ranks of torch.distributed. See ``docs/distributed.md``."""
 
 from ._checkpoint import load
 from ._ddp import allreduce_hook, ddp

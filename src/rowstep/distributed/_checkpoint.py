@@ -46,15 +46,16 @@ def load(
     no_dist: bool = False,
     allow_partial_load: bool = False,
 ) -> None:
-    """``torch.distributed.checkpoint.load``, for checkpoints of sharded and of whole tables alike.
+    """``torch.distributed.checkpoint.load``, for checkpoints of both sharded and unsharded tables.
 
-    ``load({"model": model, "optimizer": optimizer}, path)`` reads into models and optimizers, sharded over any number
-    of ranks or not at all, what ``dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)`` has written
-    from models sharded over any other number, or not at all. State dicts can be given instead, as to torch's own. What
-    is not in the checkpoint raises, unless ``allow_partial_load``; then it stays as it is.
+    ``load({"model": model, "optimizer": optimizer}, path)`` loads what
+    ``dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=path)`` wrote. Each side may be sharded over any
+    number of ranks, or unsharded. You can pass state dicts instead, as to torch's own ``load``. An entry missing from
+    the checkpoint raises, or stays unchanged with ``allow_partial_load``.
 
-    Optimizers need not have made a step. What options of the checkpoint ask for (``row_step``, ``max_exp_avg_sq``) is
-    read even if the optimizer was made with others, and counts that it lacks begin with the history of the moments.
+    Optimizers need not have stepped yet. State that the checkpoint's options need (``row_step``, ``max_exp_avg_sq``) is
+    loaded even if the optimizer was created with other options. If the checkpoint has no ``row_step``, the counts start
+    from the history that the moments show.
     """
     if storage_reader is None:
         if checkpoint_id is None:

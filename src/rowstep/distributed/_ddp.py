@@ -27,10 +27,10 @@ from ._table import ShardedTable
 
 
 def allreduce_hook(group: ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """A DDP communication hook: torch's for dense gradients; for sparse ones their mean over ranks, done right.
+    """A DDP communication hook that averages sparse gradients over ranks correctly. Dense ones use torch's hook.
 
-    ``model.register_comm_hook(None, rowstep.distributed.allreduce_hook)``. Duplicates are summed before anything is
-    sent; what arrives is concatenated, in the order of ranks, and stays uncoalesced. Not for ``static_graph=True``.
+    ``model.register_comm_hook(None, rowstep.distributed.allreduce_hook)``. Duplicates are summed before sending. The
+    received gradients are concatenated in rank order and left uncoalesced. Not for ``static_graph=True``.
     """
     gradient = bucket.buffer()
     if not gradient.is_sparse:
@@ -62,11 +62,11 @@ def _mean_over_ranks(gradient: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def ddp(model: nn.Module, process_group: ProcessGroup | None = None, **options: Any) -> DistributedDataParallel:
-    """Wrap a model in torch's DistributedDataParallel, sharded and replicated tables included.
+    """Wrap a model with sharded or replicated tables in torch's DistributedDataParallel.
 
-    ``options`` are DistributedDataParallel's own. It gets a process group of its own, of the ranks of ``process_group``
-    (by default all), so that its collectives and those of sharded tables cannot get in each other's way, whatever order
-    a backward pass takes.
+    ``options`` are passed to DistributedDataParallel. It gets its own process group, with the ranks of
+    ``process_group`` (by default all), so that its collectives cannot interleave with those of sharded tables, whatever
+    the order of a backward pass.
     """
     sharded = [name for name, module in model.named_modules() if isinstance(module, ShardedTable)]
     own = {f"{name}.{key}".removeprefix(".") for name in sharded for key in ("weight", ROW_ORDER)}

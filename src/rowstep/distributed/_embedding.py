@@ -20,10 +20,10 @@ _M = TypeVar("_M", bound=nn.Module)
 
 
 class ShardedEmbedding(ShardedTable):
-    r"""torch.nn.Embedding, with the rows divided among the ranks of a process group.
+    r"""torch.nn.Embedding, with its rows sharded over the ranks of a process group.
 
-    Every rank looks up its own ids; all ranks of the group must do so together, though any may have none. Rows come
-    from their owners, and gradients go back to them in the backward pass, so an optimizer steps local rows only and
+    Every rank looks up its own ids. All ranks of the group must make the lookup together, though any may have no ids.
+    Owners send the rows, and the backward pass returns the gradients to them, so an optimizer steps only local rows and
     sends nothing.
 
     Args:
@@ -31,9 +31,9 @@ class ShardedEmbedding(ShardedTable):
             whole table.
         scale_grad_by_freq: refused unless False, as torch does for sparse gradients.
         sparse: refused unless True.
-        group: the ranks; by default all of them. In a process without torch.distributed the table is whole.
-        gradient: what ranks' gradients of a row are combined to: their ``"mean"``, as under DistributedDataParallel, or
-            their ``"sum"``.
+        group: the process group; by default all ranks. In a process without torch.distributed the table is not sharded.
+        gradient: how to combine the ranks' gradients of a row: ``"mean"``, as under DistributedDataParallel, or
+            ``"sum"``.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ShardedEmbedding(ShardedTable):
     def from_embedding(
         cls, embedding: nn.Embedding, *, group: ProcessGroup | None = None, gradient: str = "mean"
     ) -> ShardedEmbedding:
-        """Divide an Embedding. Every rank passes the same full table, and keeps its rows of it."""
+        """Shard an Embedding. Every rank passes the same full table and keeps its own rows."""
         weight = _up_to_date(embedding).weight
         return cls(
             embedding.num_embeddings,
@@ -111,9 +111,10 @@ class ShardedEmbedding(ShardedTable):
 
 
 class ShardedEmbeddingBag(ShardedTable):
-    r"""torch.nn.EmbeddingBag, with the rows divided among the ranks of a process group.
+    r"""torch.nn.EmbeddingBag, with its rows sharded over the ranks of a process group.
 
-    As :class:`ShardedEmbedding`, which see. ``mode="max"`` works too, though torch has none for sparse gradients.
+    Lookups work as in :class:`ShardedEmbedding`. ``mode="max"`` works too, though torch does not support it for sparse
+    gradients.
 
     Args:
         num_embeddings, embedding_dim, max_norm, norm_type, mode, include_last_offset, padding_idx: as for
@@ -160,7 +161,7 @@ class ShardedEmbeddingBag(ShardedTable):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # who sends how much depends on the ids
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """Look up bags of ids: rows of a 2-D ``input``, or stretches of a 1-D one that begin at ``offsets``."""
+        """Look up bags of ids: the rows of a 2-D ``input``, or slices of a 1-D one that start at ``offsets``."""
 
         def check() -> None:
             # Bags of a table of one row and one number: what torch has to say about the arguments, it says before
@@ -197,7 +198,7 @@ class ShardedEmbeddingBag(ShardedTable):
     def from_embedding(
         cls, embedding: nn.EmbeddingBag, *, group: ProcessGroup | None = None, gradient: str = "mean"
     ) -> ShardedEmbeddingBag:
-        """Divide an EmbeddingBag. Every rank passes the same full table, and keeps its rows of it."""
+        """Shard an EmbeddingBag. Every rank passes the same full table and keeps its own rows."""
         weight = _up_to_date(embedding).weight
         table = cls(
             embedding.num_embeddings,

@@ -22,12 +22,12 @@ _S = TypeVar("_S")
 
 
 class PeerError(RuntimeError):
-    """Another rank raised in a call that all ranks make together, so this rank cannot finish it either."""
+    """Another rank raised during a call that all ranks make together, so this rank cannot complete it either."""
 
 
 @dataclass(eq=False)  # blocks that count may lie within each other: each is found by what it is
 class Traffic:
-    """Bytes that this rank has sent to others, by kind of message."""
+    """Bytes that this rank has sent to other ranks, by kind of message."""
 
     sent: dict[str, int] = field(default_factory=dict)
 
@@ -42,7 +42,7 @@ _tables: MutableMapping[ProcessGroup, int] = weakref.WeakKeyDictionary()  # how 
 
 @contextlib.contextmanager
 def count_traffic() -> Iterator[Traffic]:
-    """Count, within the block, what the collectives of this rank send."""
+    """Count the bytes that this rank's collectives send inside the block."""
     traffic = Traffic()
     _counting.append(traffic)
     try:

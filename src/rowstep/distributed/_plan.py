@@ -43,9 +43,9 @@ class Blocks(NamedTuple):
 def bytes_per_step(ids: int, distinct: float, width: int, ranks: int, *, element: int = 4, index: int = 4) -> float:
     """Bytes that one rank sends to others for one lookup and its gradient.
 
-    ``ids`` are looked up per rank, and a share ``distinct`` of them are different. Of those, all but one in ``ranks``
-    belong to others: their numbers and their gradients go out; and as many rows go out to others that ask for them. A
-    header of 16 bytes and a vote of 4 go to every other rank. ``docs/scaling.md`` derives it.
+    Each rank looks up ``ids`` ids, of which a share ``distinct`` is distinct. Other ranks own all but one in ``ranks``
+    of these: the rank sends their numbers and gradients, and sends as many rows to ranks that ask for them. It also
+    sends a header of 16 bytes and a vote of 4 to every other rank. ``docs/scaling.md`` derives the formula.
     """
     others = (ranks - 1) / ranks
     return others * ids * distinct * (index + 2 * width * element) + 20 * (ranks - 1)

@@ -28,10 +28,10 @@ _ROWS_PER_SEED = 4096
 
 
 class ShardedTable(nn.Module):
-    """A table whose rows are divided among the ranks of a process group."""
+    """A table whose rows are sharded over the ranks of a process group."""
 
     weight: nn.Parameter
-    """The rows that this rank owns, as a plain local Parameter; its gradients are sparse."""
+    """The rows that this rank owns, as a plain local Parameter with sparse gradients."""
 
     def __init__(
         self,
@@ -96,9 +96,9 @@ class ShardedTable(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw new rows from a normal distribution; the padding row is 0.
+        """Draw new rows from a normal distribution. The padding row is 0.
 
-        Ranks that share a seed make the same table that a single process with that seed would make.
+        Ranks that share a seed get the same table as a single process with that seed.
         """
         seed = int(torch.randint(2**62, (), device="cpu"))
         if self.weight.is_meta:
@@ -135,7 +135,7 @@ class ShardedTable(nn.Module):
         return full
 
     def local_rows(self, ids: Tensor) -> Tensor:
-        """The rows of this rank's ``weight`` that hold those of ``ids`` that it owns, to inspect or to reset them."""
+        """The rows of this rank's ``weight`` that hold those of ``ids`` that it owns, to inspect or reset them."""
         self._check(ids)
         mine = self._shard.positions
         positions = self._shard.order.positions(ids.reshape(-1))
@@ -146,7 +146,7 @@ class ShardedTable(nn.Module):
     def register_lookup_hook(self, hook: LookupHook) -> RemovableHandle:
         """Call ``hook(module, rows)`` before rows of the local block are read, for this rank or for others.
 
-        ``rows`` are numbers within ``weight``, or None where all of it is read.
+        ``rows`` are row numbers in ``weight``, or None if all of it is read.
         """
         handle = RemovableHandle(self._lookup_hooks)
         self._lookup_hooks[handle.id] = hook
