@@ -23,27 +23,28 @@ from torch import Tensor
 from deferred_cases import LONG
 from guard_pages import Guard, GuardedNumpy
 from rowstep import arrays
-from rowstep._backends import Outcome, admit, admit_state
+from rowstep._backends import Backend, Outcome, admit, admit_notes, admit_state
 from rowstep._gradient import RowGradient
-from rowstep._rule import Rule
+from rowstep._rules.adam import Scalars
 from rowstep._schedule import Schedule
 from rowstep._state import State
 
 # Any: what these modules have imported is changed below.
 compiled: Any = import_module("rowstep._backends.numba")
 compiled_arrays: Any = import_module("rowstep.arrays._compiled")
-launch: Any = import_module("rowstep._kernels.launch")
+kept_memory: Any = import_module("rowstep._kernels.workspace")
+backend = Backend(compiled)
 
 WIDTHS = range(1, 71) if LONG else (1, 2, 3, 8, 17, 33, 64, 70)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ROWS = 41
 
-RULE = Rule(0.9, 0.999, 1e-8, 0.1)
-ALL_OPTIONS = Rule(0.9, 0.999, 1e-8, 0.1, True, None, 0.1, True, True, False, True)
+RULE = Scalars(0.9, 0.999, 1e-8, 0.1)
+ALL_OPTIONS = Scalars(0.9, 0.999, 1e-8, 0.1, True, None, 0.1, True, True, False, True)
 RULES = [RULE, ALL_OPTIONS]
 if LONG:  # amsgrad, counts and skipping decide what is read and written where; the others come along
     RULES += [
-        Rule(0.9, 0.999, 1e-8, 0.1, skip, 0.9 if amsgrad else None, None, amsgrad, per_row, amsgrad != skip, skip)
+        Scalars(0.9, 0.999, 1e-8, 0.1, skip, 0.9 if amsgrad else None, None, amsgrad, per_row, amsgrad != skip, skip)
         for amsgrad, per_row, skip in itertools.product((False, True), repeat=3)
     ]
 
@@ -105,36 +106,39 @@ def cases(first: Iterable[Any], second: Sequence[Any]) -> Iterator[tuple[Any, ..
         compiled_arrays.PARALLEL_FROM_BYTES = compiled.PARALLEL_FROM_BYTES
         print(edge, threads, one, two, flush=True)
         _guard = Guard(edge)
-        launch.workspace = compiled.workspace = compiled_arrays.workspace = launch.Workspace()
+        kept_memory.workspace = compiled.workspace = compiled_arrays.workspace = kept_memory.Workspace()
         yield one, two
         _guard.close()
 
 
 def updates() -> None:
-    for dtype, rule in cases(DTYPES, RULES):
+    for dtype, scalars in cases(DTYPES, RULES):
         for width, rows in shapes():
             plain, guarded = Operands(None, width, dtype, rows), Operands(_guard, width, dtype, rows)
             for each in (plain, guarded):
                 at = admit_state(each.param, each.state)
-                operands = admit(each.param, each.state, each.gradient, at, amsgrad=rule.amsgrad, counted=rule.per_row)
-                assert operands.at is not None
-                compiled.update(operands, rule, Outcome())
+                update = admit(each.param, each.state, each.gradient, at, scalars, admit_notes(each.since, (ROWS,), 3))
+                assert update.at is not None
+                backend.update([update], Outcome())
             guarded.assert_same(plain)
-            assert compiled.first_outside(guarded.rows, ROWS) is None
+            assert backend.first_outside(guarded.rows, ROWS) is None
     for dtype, power in cases(DTYPES, (2.0, math.inf, 3.0)):
         for width, rows in shapes():
             plain, guarded = Operands(None, width, dtype, rows), Operands(_guard, width, dtype, rows)
-            assert compiled.norm(plain.gradient, power) == compiled.norm(guarded.gradient, power)
-            assert not compiled.has_nonfinite(guarded.gradient)
+            assert backend.norm(plain.gradient, power) == backend.norm(guarded.gradient, power)
+            assert not backend.has_nonfinite(guarded.gradient)
 
 
 def schedule(*, amsgrad: bool) -> Schedule:
     made = Schedule((0.9, 0.999), 1e-8, amsgrad=amsgrad, step=0, tolerance=1e-9)
     for _ in range(3):
         made.advance(0.1, 0.01)
-    for name, value in vars(made).items():
-        if isinstance(value, np.ndarray):
-            setattr(made, name, _guard.array(value))
+    for owner in (made, made._timeline):
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, np.ndarray):
+                setattr(owner, name, _guard.array(value))
+    window = made._window
+    made._window = type(window)(window.rates, window.roots, _guard.array(window.table))
     return made
 
 
@@ -148,12 +152,12 @@ def deferred() -> None:
                     each.state["exp_avg_sq"].mul_(1e-6)
                     each.state["max_exp_avg_sq"].mul_(1e-6)
             for each in (plain, guarded):
-                compiled.catch_up(each.param, each.state, each.since, coefficients, each.rows)
-                compiled.catch_up(each.param, each.state, each.since, coefficients, range(7, ROWS))
-                compiled.mark(each.since, each.rows, 9)
+                backend.catch_up(each.param, each.state, each.since, coefficients, each.rows)
+                backend.catch_up(each.param, each.state, each.since, coefficients, range(7, ROWS))
             guarded.assert_same(plain)
-            assert compiled.count_stale(guarded.since, guarded.rows, 9) == 0
-            assert compiled.count_stale(guarded.since, guarded.rows, 8) == len(rows)
+            notes = admit_notes(guarded.since, (ROWS,))
+            assert backend.look_at(guarded.gradient, notes, 3) == (None, 0)
+            assert backend.look_at(guarded.gradient, notes, 8) == (None, len(rows))
 
 
 def numpy_arrays() -> None:
@@ -190,7 +194,7 @@ def overruns() -> None:
 
 if __name__ == "__main__":
     overruns()
-    launch.np = GuardedNumpy(lambda: _guard)
+    kept_memory.np = GuardedNumpy(lambda: _guard)
     updates()
     deferred()
     numpy_arrays()

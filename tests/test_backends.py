@@ -175,9 +175,9 @@ def compiled_kernels() -> dict[str, int]:
     """How many specialisations there are of each kernel."""
     from numba.core.dispatcher import Dispatcher
 
-    from rowstep._kernels import adam, group
+    from rowstep._kernels import group, update, walk
 
-    modules: tuple[ModuleType, ...] = (adam, group)
+    modules: tuple[ModuleType, ...] = (group, update, walk)
     return {
         f"{module.__name__}.{name}": len(value.signatures)
         for module in modules
@@ -208,16 +208,16 @@ def test_a_new_table_or_batch_size_compiles_nothing(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_threads_are_used_as_torch_is_told_to(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rowstep._kernels import adam
+    from rowstep._kernels.pool import OverThreads
 
     monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
     parallel_runs: list[int] = []
 
-    def count(*arguments: object) -> int:
-        parallel_runs.append(torch.get_num_threads())
-        return 0
+    def count(self: object, parts: int, *arguments: object) -> None:
+        if parts > 1:
+            parallel_runs.append(parts)
 
-    monkeypatch.setattr(adam, "update_parallel", count)
+    monkeypatch.setattr(OverThreads, "__call__", count)
     torch.set_num_threads(threads)
     for rows in (10, 5000):  # waking threads for ten rows would cost more than it saves
         param = Parameter(torch.zeros(rows, 32))

@@ -11,7 +11,7 @@ from torch import Tensor
 from deferred_cases import step_caught_up, zipf
 from gradients import bits, copy_of, rows_of, same_bits, step_with, table
 from rowstep import DeferredAdamW
-from rowstep._kernels.launch import PARALLEL_FROM_BYTES
+from rowstep._kernels.workspace import PARALLEL_FROM_BYTES
 
 
 def results(

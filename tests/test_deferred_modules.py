@@ -82,7 +82,7 @@ def test_every_kind_of_lookup(module: Callable[[], nn.Module], lookup: Callable[
     twins = Twins(module())
     for _ in range(40):
         twins.step(lookup())
-    assert (twins.ours._tables[twins.model.weight].since < 40).any()
+    assert (twins.ours._deferrals[twins.model.weight].notes < 40).any()
     twins.assert_same()
 
 
@@ -125,7 +125,7 @@ def test_nested_modules_that_share_a_weight_and_several_lookups() -> None:
     twins = Twins(Shop())
     for _ in range(60):
         twins.step(reading(zipf(30, 4), zipf(50, 4), zipf(50, 8).reshape(4, 2)))
-    assert len(twins.ours._tables) == 2
+    assert len(twins.ours._deferrals) == 2
     twins.assert_same()
 
 
@@ -226,4 +226,4 @@ def test_a_network_without_tables(cls: type[DeferredAdam]) -> None:
     optimizer = cls(model)
     model(torch.ones(2)).sum().backward()
     optimizer.step()
-    assert not optimizer._tables
+    assert not optimizer._deferrals

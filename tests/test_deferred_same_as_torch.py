@@ -55,10 +55,10 @@ def run(
             ids[:2] = torch.tensor([rows - 1, rows - 3] if t == 5 else [rows - 2, rows - 4])
             early = ids[:2]
         twins.step(reading(ids), sign * scale)
-        table = twins.ours._tables[twins.model.weight]
+        table = twins.ours._deferrals[twins.model.weight]
         window = table.schedule.window_length
         t += 1
-    assert (t - table.since[early]).min() > window
+    assert (t - table.notes[early]).min() > window
     twins.step(reading(torch.tensor([rows - 1, rows - 2])), sign * scale)
     twins.assert_same()
 

@@ -133,7 +133,7 @@ collections = []
 
 class Collector(event.Listener):
     def on_start(self, started):
-        if started.data["dispatcher"].__name__ == "update_parallel":  # launched, with all that a launch holds
+        if started.data["dispatcher"].__name__ == "on_pool":  # launched, with all that a launch holds
             collections.append(gc.collect())
 
     def on_end(self, ended):

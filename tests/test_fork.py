@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rowstep._kernels.parallel import launch
+from rowstep._kernels import pool
 
 PARENT = """
 import multiprocessing, os, signal, sys, threading
@@ -54,10 +54,10 @@ def in_a_process(work):
     assert process.exitcode == 0
 
 def held_by_another_thread():
-    from rowstep._kernels import parallel
+    from rowstep._kernels import pool
     held, done = threading.Event(), threading.Event()
     def hold():
-        with parallel._one_at_a_time:
+        with pool._one_at_a_time:
             held.set()
             done.wait()
     thread = threading.Thread(target=hold)
@@ -138,10 +138,15 @@ def test_a_launch_may_happen_during_a_launch() -> None:
         launched.append("inner")
 
     def outer(*arguments: Any) -> None:
-        launch(inner, 2)
+        launch(inner)
         launched.append("outer")
 
-    thread = threading.Thread(target=launch, args=(outer, 2), daemon=True)
+    def launch(work: Any) -> None:
+        kernel: Any = object.__new__(pool.OverThreads)
+        kernel._on_pool = work
+        kernel(2)
+
+    thread = threading.Thread(target=launch, args=(outer,), daemon=True)
     thread.start()
     thread.join(60)
     assert launched == ["inner", "outer"]

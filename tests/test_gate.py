@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from deferred_cases import embedding
 from gradients import Snapshot, rows_of, sparse, step_with, table
 from rowstep import DeferredAdam, SparseAdam, clip_grad_norm_
-from rowstep._backends import Operands, Outcome, admit, admit_state, chosen
+from rowstep._backends import Outcome, RowUpdate, admit, admit_notes, admit_state, chosen
 from rowstep._gradient import RowGradient, row_gradient
-from rowstep._rule import Rule
+from rowstep._rules.adam import Scalars
 from rowstep._schedule import Schedule
 from rowstep._state import State
 
 pytestmark = pytest.mark.usefixtures("backend")
 
 LEAD, SHAPE = (6,), (6, 4)
-RULE = Rule(0.9, 0.999, 1e-8, 0.1, amsgrad=True, per_row=True)
+SCALARS = Scalars(0.9, 0.999, 1e-8, 0.1, amsgrad=True, per_row=True)
 
 
 class Given:
@@ -50,15 +50,21 @@ class Given:
         return tensor
 
 
-def operands(given: Given) -> Operands:
+def update_of(given: Given, *, notes: bool = False) -> RowUpdate:
     at = admit_state(given.param, given.state)
-    return admit(given.param, given.state, given.gradient(), at, amsgrad=True, counted=True)
+    return admit(
+        given.param, given.state, given.gradient(), at, SCALARS, admit_notes(given.since, LEAD, 1) if notes else None
+    )
 
 
 ENTRIES: dict[str, tuple[Callable[[Given], object], tuple[str, ...]]] = {
     "update": (
-        lambda o: chosen().update(operands(o), RULE, Outcome()),
+        lambda o: chosen().update([update_of(o)], Outcome()),
         ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "row_step", "rows", "values"),
+    ),
+    "noted update": (
+        lambda o: chosen().update([update_of(o, notes=True)], Outcome()),
+        ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "row_step", "rows", "values", "since"),
     ),
     "catch_up": (
         lambda o: chosen().catch_up(o.param, o.state, o.since, o.schedule, o.rows),
@@ -71,8 +77,7 @@ ENTRIES: dict[str, tuple[Callable[[Given], object], tuple[str, ...]]] = {
     "norm": (lambda o: chosen().norm(o.gradient(), 2.0), ("rows", "values")),
     "has_nonfinite": (lambda o: chosen().has_nonfinite(o.gradient()), ("rows", "values")),
     "first_outside": (lambda o: chosen().first_outside(o.rows, LEAD[0]), ("rows",)),
-    "count_stale": (lambda o: chosen().count_stale(o.since, o.rows, 1), ("since", "rows")),
-    "mark": (lambda o: chosen().mark(o.since, o.rows, 1), ("since", "rows")),
+    "look_at": (lambda o: chosen().look_at(o.gradient(), admit_notes(o.since, LEAD), 1), ("since", "rows", "values")),
 }
 
 
@@ -113,8 +118,7 @@ CASES = [
     for entry, (_, operands) in ENTRIES.items()
     for operand in operands
     for way in WAYS
-    if (operand, way) not in ANY_LENGTH or entry in ("update", "norm", "has_nonfinite")
-    if not (operand == "since" and way in (shorter, longer, of_more_dimensions) and entry in ("count_stale", "mark"))
+    if (operand, way) not in ANY_LENGTH or entry in ("update", "noted update", "norm", "has_nonfinite", "look_at")
 ]
 
 

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from gradients import rows_of, step_with, table
 from rowstep import SparseAdam
-from rowstep._kernels import bits, half
+from rowstep._kernels import floats, half
 
 Numbers = NDArray[Any]
 
 # Intrinsics take one argument less than they are written with.
-widen: Any = bits.widen
-narrow: Any = bits.narrow
+widen: Any = floats.widen
+narrow: Any = floats.narrow
 
 with_and_without_instructions = pytest.mark.parametrize("instructions", [True, False])
 

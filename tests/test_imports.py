@@ -23,10 +23,10 @@ class Layer(NamedTuple):
 
 
 LAYERS = {
-    "plain": Layer(("_choice", "_fork", "_rule", "_schedule"), may_import=(), without=("torch",)),
+    "plain": Layer(("_choice", "_fork", "_rules", "_schedule"), may_import=(), without=("torch",)),
     "kernels": Layer(("_kernels",), may_import=("plain",), without=("torch",)),
     "arrays": Layer(("arrays",), may_import=("plain", "kernels"), without=("torch",)),
-    "tensors": Layer(("_gradient", "_memory", "_state"), may_import=()),
+    "tensors": Layer(("_gradient", "_memory", "_state", "_torch_internals"), may_import=("plain",)),
     "backends": Layer(("_backends",), may_import=("plain", "kernels", "tensors")),
     "core": Layer(("*",), may_import=("plain", "tensors", "backends")),
     "deferred": Layer(("_deferred",), may_import=("plain", "tensors", "backends", "core")),
@@ -38,8 +38,20 @@ LAYERS = {
 NOWHERE = ("unittest", "tests", "benchmarks")
 
 EXCEPTIONS = {
-    ("rowstep._rule", "torch"),  # for type checkers only
+    ("rowstep._rules.adam", "torch"),  # for type checkers only
 }
+
+
+# What torch and Numba do not promise to keep is used in one file each.
+TORCH_INTERNALS, NUMBA_INTERNALS = "rowstep._torch_internals", "rowstep._kernels.internals"
+PRIVATE_MODULES = ("numba.core", "numba.misc", "numba.np")
+PRIVATE_ATTRIBUTES = {
+    TORCH_INTERNALS: (
+        "_C", "_indices", "_values", "_version", "_is_zerotensor", "_cdata", "_module_parameters",
+        "_get_active_ddp_module", "_optimizer_step_pre_hooks",
+    ),
+    NUMBA_INTERNALS: ("_cache", "_reduce", "_rebuild", "magic_tuple", "_launch_threads", "call_internal_no_propagate"),
+}  # fmt: skip
 
 
 class Import(NamedTuple):
@@ -103,6 +115,24 @@ def test_a_layer_imports_what_it_may(layer: str) -> None:
             if is_wrong and (module, name.split(".")[0]) not in EXCEPTIONS:
                 found.append(f"{module} imports {name} in line {line}")
     assert not found, f"{layer} may import {others or 'nothing of ours'}, without {(*NOWHERE, *without)}"
+
+
+@pytest.mark.parametrize("path", sorted(SOURCES.rglob("*.py")), ids=module_name)
+def test_private_interfaces_are_used_in_one_file(path: Path) -> None:
+    module = module_name(path)
+    for name, line, _ in MODULES[module]:
+        if is_within(name, ("torch", "numba")) and module not in (TORCH_INTERNALS, NUMBA_INTERNALS):
+            is_private = any(part.startswith("_") for part in name.split("."))
+            is_private |= any(name.startswith(f"{private}.") for private in PRIVATE_MODULES)
+            assert not is_private, f"{name} in line {line}"
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for home, names in PRIVATE_ATTRIBUTES.items():
+            if isinstance(node, ast.Attribute) and node.attr in names and not is_own(node):
+                assert module == home, f"{node.attr} in line {node.lineno}"
+
+
+def is_own(attribute: ast.Attribute) -> bool:
+    return isinstance(attribute.value, ast.Name) and attribute.value.id == "self"
 
 
 def test_nothing_imports_itself_by_way_of_others() -> None:

@@ -36,7 +36,7 @@ def test_an_interrupt_at_any_line_of_a_step(name: str) -> None:
         run.step()
         run.step()
         assert_on_its_way(run, expected)
-    assert len(taken) >= 4  # interrupts before, between and after the parameters' steps
+    assert len(taken) >= 3  # interrupts before, between and after launches: one makes the steps of several tables
 
 
 @pytest.mark.usefixtures("backend")

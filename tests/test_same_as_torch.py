@@ -113,7 +113,7 @@ def test_float64_agrees_to_its_last_bits() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_any_number_of_threads_gives_the_same_bits(dtype: torch.dtype) -> None:
-    from rowstep._kernels.launch import PARALLEL_FROM_BYTES
+    from rowstep._kernels.workspace import PARALLEL_FROM_BYTES
 
     start = table(3000, 17, dtype=dtype)
     # Zipf-like: a few rows hold most occurrences, so a cut between two threads falls inside a row's duplicates.

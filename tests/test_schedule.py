@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from deferred_cases import LONG, SCHEDULES
-from rowstep._schedule import EBAR, M0, M2, M3, M4, M5, SAFE, Schedule, _first_window, check_betas, window_length
+from rowstep._schedule import EBAR, M0, M2, M3, M4, M5, SAFE, Schedule, check_betas, window_length
 
 BETAS = [(0.9, 0.999), (0.9, 0.95), (0.5, 0.99), (0.0, 0.99), (0.9, 0.9)]
 
@@ -286,32 +286,63 @@ def test_schedules_that_go_alike_share_their_windows() -> None:
     def begin(step: int = 3) -> Schedule:
         return Schedule((0.9, 0.99), 1e-8, amsgrad=False, step=step, tolerance=1e-15)
 
-    first = begin()
-    first.advance(0.1, 0.01)
-    second, other = begin(), begin(step=4)
-    second.advance(0.1, 0.01)
-    other.advance(0.1, 0.01)
-    assert second.window is first.window
-    assert other.window is not first.window
-    for rate in (0.2, 0.3):
-        for schedule in (first, second):
+    first, other = begin(), begin(step=4)
+    second = first.twin()
+    for rate in (0.1, 0.2, 0.3):
+        for schedule in (first, second, other):
             schedule.advance(rate, 0.01)
         assert second.window is first.window
+        assert second.record is first.record
+        assert other.window is not first.window
 
 
 def test_a_schedule_that_parts_from_another_is_as_if_alone() -> None:
-    def run(*rates: float) -> Schedule:
-        schedule = Schedule((0.9, 0.99), 1e-8, amsgrad=False, step=7, tolerance=1e-15)
+    def begin() -> Schedule:
+        return Schedule((0.9, 0.99), 1e-8, amsgrad=False, step=7, tolerance=1e-15)
+
+    def run(*rates: float, schedule: Schedule | None = None) -> Schedule:
+        schedule = schedule or begin()
         for rate in rates:
             schedule.advance(rate, 0.01)
         return schedule
 
-    together = [run(0.1, 0.2), run(0.1, 0.2), run(0.1)]
+    one = begin()
+    others = one.twin(), one.twin()
+    together = [run(0.1, 0.2, schedule=one), run(0.1, 0.2, schedule=others[0]), run(0.1, schedule=others[1])]
     for schedule, rates in zip(together, ((0.3, 0.4), (0.5, 0.4), (0.3, 0.4)), strict=True):
         for rate in rates:
             schedule.advance(rate, 0.01)
-    _first_window.cache_clear()
     alone = [run(0.1, 0.2, 0.3, 0.4), run(0.1, 0.2, 0.5, 0.4), run(0.1, 0.3, 0.4)]
     for schedule, expected in zip(together, alone, strict=True):
-        assert np.array_equal(schedule.window, expected.window)
-        assert np.array_equal(schedule.frozen, expected.frozen)
+        assert_same(schedule, expected)
+
+
+def assert_same(schedule: Schedule, expected: Schedule) -> None:
+    assert (schedule.step, schedule.window.tolist()) == (expected.step, expected.window.tolist())
+    since = np.arange(max(0, schedule.step - schedule.longest_wait), schedule.step)
+    for found, other in zip(schedule.coefficients(since), expected.coefficients(since), strict=True):
+        assert np.array_equal(found, other)
+    for start in (since[0], since[-1]):
+        for found, other in zip(schedule.terms(start), expected.terms(start), strict=True):
+            assert np.array_equal(found, other)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3000, 15_000])
+def test_a_twin_may_lag_behind_for_longer_than_the_rings_are(lag: int) -> None:
+    """And then take the same steps, until it takes others. The rings have 16,384 entries."""
+
+    def begin() -> Schedule:
+        return Schedule((0.5, 0.9), 1e-8, amsgrad=False, step=2, tolerance=1e-15)
+
+    ahead, alone = begin(), begin()
+    behind = ahead.twin()
+    for step in range(18_000):
+        ahead.advance(0.1 + 0.1 * (step % 7), 1e-4)
+        if step >= lag:
+            behind.advance(0.1 + 0.1 * ((step - lag) % 7), 1e-4)
+            alone.advance(0.1 + 0.1 * ((step - lag) % 7), 1e-4)
+    assert_same(behind, alone)
+    for _ in range(3):
+        behind.advance(0.7, 0.0)
+        alone.advance(0.7, 0.0)
+    assert_same(behind, alone)

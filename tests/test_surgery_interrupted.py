@@ -201,5 +201,5 @@ def test_a_table_that_is_kept_current_stays_so_when_surgery_fails() -> None:
 def waits(case: Case) -> bool:
     """Whether some row of the table is not up to date."""
     assert isinstance(case.optimizer, DeferredAdamW)
-    table = case.optimizer._tables[case.weight]
-    return bool((table.since < table.schedule.step).any())
+    table = case.optimizer._deferrals[case.weight]
+    return bool((table.notes < table.schedule.step).any())

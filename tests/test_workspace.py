@@ -14,8 +14,9 @@ from torch.nn import Parameter
 
 from gradients import rows_of, same_bits, step_with, table
 from rowstep import SparseAdam
-from rowstep._kernels import adam, launch
-from rowstep._kernels.launch import Workspace
+from rowstep._kernels import update
+from rowstep._kernels import workspace as kept_memory
+from rowstep._kernels.workspace import Keys, Workspace
 
 MB = 1 << 20
 FLOAT = np.dtype(np.float32)
@@ -33,9 +34,9 @@ def kept() -> int:
     return tracemalloc.get_traced_memory()[0]
 
 
-def keys(workspace: Workspace, count: int) -> Any:
+def keys(workspace: Workspace, count: int) -> Keys:
     """The larger of what a step of so many ids works with."""
-    return workspace.grouping(0, count, 1000, 2)[4]
+    return workspace.keys(count + 2)
 
 
 def test_a_step_like_the_last_allocates_nothing() -> None:
@@ -80,7 +81,7 @@ def test_memory_for_large_steps_is_given_back_when_they_come_no_more() -> None:
     for _ in range(2):
         keys(workspace, 5_000_000)
     assert kept() > 70 * MB
-    for _ in range(launch._PATIENCE):
+    for _ in range(kept_memory._PATIENCE):
         keys(workspace, 1_000_000)
     assert kept() < MB
     assert keys(workspace, 64) is keys(workspace, 64)
@@ -88,8 +89,8 @@ def test_memory_for_large_steps_is_given_back_when_they_come_no_more() -> None:
 
 def test_a_thread_that_ends_gives_its_memory_back() -> None:
     def work() -> None:
-        keys(launch.workspace, 1_000_000)
-        launch.workspace.totals(2, 10_000, FLOAT)
+        keys(kept_memory.workspace, 1_000_000)
+        kept_memory.workspace.totals(2, 10_000, FLOAT)
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -104,13 +105,13 @@ def test_a_step_that_interrupts_another_one_on_its_way_to_the_kernel(monkeypatch
     expected = Parameter(large.detach().clone())
     gradient = rows_of(large, torch.arange(1000))
     step_with(SparseAdam([expected]), expected, gradient)
-    update_part = adam.update_part
+    part_kernel = update.update.part_kernel
 
     def interrupted(*arguments: Any) -> None:
-        monkeypatch.setattr(adam, "update_part", update_part)
+        monkeypatch.setattr(update.update, "part_kernel", part_kernel)
         step_with(SparseAdam([small]), small, rows_of(small, [1, 9]))
-        update_part(*arguments)
+        part_kernel(*arguments)
 
-    monkeypatch.setattr(adam, "update_part", interrupted)
+    monkeypatch.setattr(update.update, "part_kernel", interrupted)
     step_with(SparseAdam([large]), large, gradient)
     assert same_bits(large, expected)

@@ -17,6 +17,7 @@ from ._gradient import RowGradient, outside_message, row_gradient
 from ._part import Peers, part_of
 from ._scale import like_sparse, replace, scale_what_torch_cannot
 from ._state import compute_dtype
+from ._torch_internals import entries_of
 
 
 @torch.no_grad()
@@ -85,9 +86,9 @@ def _split(parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 def _clamped_sums(grad: Tensor, clip_value: float) -> Tensor:
     """The gradient with duplicates combined, in the dtype a step would sum them in, and then clamped."""
     _checked(grad, _backends.chosen())  # coalesce trusts the indices
-    values = grad._values().to(compute_dtype(grad.dtype))
+    indices, values = entries_of(grad)
     # What claims to be coalesced may still hold duplicates.
-    summed = like_sparse(grad, grad._indices(), values, coalesced=False).coalesce()
+    summed = like_sparse(grad, indices, values.to(compute_dtype(grad.dtype)), coalesced=False).coalesce()
     clamped = summed.values().clamp(-clip_value, clip_value).to(grad.dtype)
     return like_sparse(grad, summed.indices(), clamped, coalesced=True)
 

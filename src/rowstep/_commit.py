@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.nn.parallel import DistributedDataParallel
 
 from ._state import State
+from ._torch_internals import parameters_of_ddp
 
 
 def replace_table(param: Tensor, table: Tensor, state: State, changed: State) -> None:
@@ -82,4 +83,4 @@ def _is_reduced_by_ddp(param: Tensor) -> bool:
 
 def _find_ddp_of(param: Tensor) -> bool:
     wrappers = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
-    return any(param is other for wrapper in wrappers for other in vars(wrapper).get("_module_parameters", ()))
+    return any(param is other for wrapper in wrappers for other in parameters_of_ddp(wrapper))

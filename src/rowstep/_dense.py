@@ -18,6 +18,7 @@ from torch.optim.adam import adam
 
 from ._gradient import by_first_dimension
 from ._state import MOMENTS, State, count_tensor, largest_count, lasting
+from ._torch_internals import writes_to
 
 # Per parameter: itself, its gradient, its state with moments.
 _Operands = tuple[Tensor, Tensor, State]
@@ -68,13 +69,13 @@ def _can_fuse(param: Tensor, grad: Tensor, state: State) -> bool:
 def _update_fused(items: list[_Operands], group: Mapping[str, Any]) -> None:
     """One call for all: their device and dtype are the same."""
     canary = _canaries.fresh(items[0][0])
-    counts = [(state["step"], state["step"]._version) for _, _, state in items]
+    counts = [(state["step"], writes_to(state["step"])) for _, _, state in items]
     try:
         _call_torch([*items, canary], group, fused=True)
     except BaseException:
         if not bool(canary[2]["exp_avg"]):  # at most, torch has counted
             for step, version in counts:
-                if step._version != version:
+                if writes_to(step) != version:
                     step.sub_(1)
         raise
 

@@ -20,6 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ._state import compute_dtype
+from ._torch_internals import entries_of
+
 
 @dataclass(slots=True)
 class RowGradient:
@@ -33,8 +36,9 @@ class RowGradient:
     """The leading dimensions of the parameter that a row number runs over; empty where one row is the whole of it."""
     row_count: int
     columns: int
-    is_addressable: bool | None = None
-    """Whether kernels can take both by address; None until the gate has looked."""
+    at: tuple[int, ...] | None = None
+    """What a kernel is told of it, once the gate has looked; None if kernels cannot take both by address."""
+    is_admitted: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -48,10 +52,12 @@ def outside_message(index: int, size: int, dimension: int = 0) -> str:
 
 def row_gradient(grad: Tensor, shape: torch.Size) -> RowGradient:
     """The rows of a sparse COO gradient for a parameter of this shape."""
-    indices, values = grad._indices(), grad._values()
+    indices, values = entries_of(grad)
     sparse_dim, nnz = indices.shape
-    if sparse_dim == 1 and values.dim() == 2:  # an embedding's, by far the most frequent: a few microseconds less
-        return RowGradient(indices[0].contiguous(), values, (shape[0],), shape[0], shape[1])
+    if (
+        sparse_dim == 1 and values.dim() == 2 and indices.is_contiguous()
+    ):  # an embedding's, by far the most frequent: a few microseconds less
+        return RowGradient(indices.view(-1), values, (shape[0],), shape[0], shape[1])
     if sparse_dim == 1:
         rows = indices[0]
     elif sparse_dim == 0:
@@ -86,19 +92,19 @@ def nonzero_rows(grad: Tensor) -> RowGradient:
     return _over(rows, table.index_select(0, rows), grad.shape[:1])
 
 
-def rows_of_first_dimension(grad: Tensor, dtype: torch.dtype) -> RowGradient:
+def rows_of_first_dimension(grad: Tensor, *dtypes: torch.dtype) -> RowGradient:
     """A sparse gradient as rows along the first dimension, whatever its sparse_dim. What it does not name is 0.
 
     Only for updates in which a zero gradient and none are the same, as in dense Adam. Where duplicates have to be
-    summed here already, that is done in ``dtype``.
+    summed here already, that is done in the dtype computed with if these take part.
     """
     shape, sparse_dim = grad.shape, grad.sparse_dim()
     if sparse_dim == 1:
         return row_gradient(grad, shape)
-    grad = grad.to(dtype)
+    grad = grad.to(compute_dtype(grad.dtype, *dtypes))
     if sparse_dim == 0:
         return all_rows(grad.to_dense(), tuple(shape[:1]))
-    _flatten_indices(grad._indices(), shape[:sparse_dim])  # for its check: coalesce trusts the indices
+    _flatten_indices(entries_of(grad)[0], shape[:sparse_dim])  # for its check: coalesce trusts the indices
     grad = grad.coalesce()
     rows, position = torch.unique(grad.indices()[0], return_inverse=True)
     values = grad.values().new_zeros(len(rows), *shape[1:])

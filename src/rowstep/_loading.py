@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torch.optim.optimizer import StateDict
 
 from ._memory import has_memory, span
+from ._rules.adam import SLOTS
 from ._state import MOMENTS, State, described, largest_count, miscount, missing, moment_flaw
 
 
@@ -55,7 +56,8 @@ def check_states(state_dict: StateDict, params: Sequence[Tensor]) -> None:
     _refuse_shared_memory(weights, moments)
 
 
-_SLOT_OF_OPTION = (("bias_correction", "row", "row_step"), ("amsgrad", True, "max_exp_avg_sq"))
+_SLOT_OF_OPTION = [(*slot.option, slot.name) for slot in reversed(SLOTS) if slot.option is not None]
+_COUNTS = [slot.name for slot in SLOTS if slot.dtype == "int64"]
 
 
 def check_slots(own: Mapping[str, Any], loaded: Mapping[str, Any], states: Sequence[State], where: str) -> None:
@@ -83,15 +85,15 @@ def tidied(state: State) -> State:
     return {key: value for key, value in state.items() if not (isinstance(value, dict) and not value)}
 
 
-def row_counts(state_dict: StateDict, params: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each parameter that has them, the loaded counts per row.
+def uncast_slots(state_dict: StateDict, params: Sequence[Tensor]) -> Iterator[tuple[Tensor, State]]:
+    """For each parameter, the loaded slots that are not of its dtype.
 
     torch casts every loaded state but ``step`` to the parameter's dtype, and bfloat16 cannot count.
     """
     for number, param in zip(_numbers(state_dict), params, strict=True):
-        counts = state_dict["state"].get(number, {}).get("row_step")
-        if counts is not None:
-            yield param, counts.to(device=param.device, dtype=torch.int64, copy=True)
+        state = state_dict["state"].get(number, {})
+        counts = {name: state[name] for name in _COUNTS if name in state}
+        yield param, {name: slot.to(param.device, torch.int64, copy=True) for name, slot in counts.items()}
 
 
 def _param_of_each_number(state_dict: StateDict, params: Sequence[Tensor]) -> dict[Any, Tensor]:

@@ -1,16 +1,17 @@
 """What every optimizer of this library does the same way: checks, the two halves of a step, dense gradients, loading.
 
-A step first looks at every gradient of every group and raises if one cannot be taken; only then it writes. So an error
-leaves every tensor as it was. An interrupt can strike later too: then each parameter has taken its step whole or not at
-all, and the next step goes on from there.
+A step first plans what to do with every gradient of every group, and raises if one cannot be taken. Only then it
+applies the plans, so an error leaves every tensor as it was. An interrupt can strike later too: then each parameter has
+taken its step whole or not at all, and the next step goes on from there.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -18,38 +19,17 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
 from . import _backends, _dense, _part, _rows
-from ._backends import Addresses, Backend, Operands, Outcome, admit, admit_state
-from ._gradient import RowGradient, outside_message, row_gradient
+from ._backends import Backend, Outcome, RowUpdate
 from ._loading import check_slots, check_states, check_structure, tidied
-from ._memory import has_memory, lost_memory
 from ._options import check_group, check_is_number, check_layouts, check_learning_rate, parameter_name
+from ._plan import DenseStep, Group, Plan, RowStep, checked_gradient, steps_taken
 from ._rows import Init
-from ._state import FLOATS, State, allocate, ensure_moments, incomplete, misfit
-
-Group = dict[str, Any]
-
-
-@dataclass(slots=True)
-class Rows:
-    """A parameter whose gradient is taken row by row."""
-
-    param: Tensor
-    gradient: RowGradient
-    as_dense: bool = False
-    """The gradient came dense and names every row: eps goes where torch.optim.Adam has it."""
-    operands: Operands | None = None
-    """None as long as the parameter has no state, or not all of it."""
-
-
-class Work(NamedTuple):
-    """What one group has to do in this step."""
-
-    rows: list[Rows]
-    dense: list[tuple[Tensor, Tensor]]
+from ._rules.adam import Scalars
+from ._state import State, allocate, ensure_moments, misfit
 
 
 class RowOptimizer(Optimizer):
-    """An Adam that takes sparse gradients row by row. Subclasses say how, in ``_step_rows``."""
+    """An Adam that takes sparse gradients row by row. Subclasses say how, in ``_plan_parameter`` and ``_counter``."""
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         check_learning_rate(defaults["lr"], zero_allowed=False)
@@ -66,8 +46,8 @@ class RowOptimizer(Optimizer):
         # handler that saves a checkpoint may run in the middle of a step, in the same thread.
         self._lock = threading.RLock()
         self._unfinished: Callable[[], None] | None = None
-        self._checked: dict[int, tuple[Any, list[Any]]] = {}
-        """Of each group, the options that were last found to be good."""
+        self._checked: dict[int, Sequence[Any]] = {}
+        """Of each group, the options that were last found to be good, as the objects that they were."""
         self._places: dict[Tensor, tuple[Group, int]] = {}
         """In which group parameters were found, and where in it: a search takes long where there are many."""
 
@@ -106,21 +86,56 @@ class RowOptimizer(Optimizer):
         with self._lock:
             self._finish_step()
             backend = _backends.chosen()
-            work = [self._collect(index, group, backend) for index, group in enumerate(self.param_groups)]
-            for group, (rows, dense) in zip(self.param_groups, work, strict=True):
-                for item in rows:
-                    self._step_rows(item, group, backend)
-                if dense:
-                    self._step_dense(dense, group, backend)
+            plans = [self._plan(index, group, backend) for index, group in enumerate(self.param_groups)]
+            for plan in plans:
+                self._apply(plan, backend)
         return loss
 
-    def _whole_or_not_at_all(
-        self, update: Callable[[Outcome], None], count: Callable[[Outcome], None], *, is_empty: bool
-    ) -> None:
-        """Update a parameter's rows, if it has any to update, and count the step.
+    def _plan(self, group_index: int, group: Group, backend: Backend) -> Plan:
+        """What this group has to do. Writes nothing, and raises if some option or gradient cannot be taken."""
+        self._check_again(group, f" in group {group_index}")
+        plan = Plan(group, functools.partial(self._scalars, group))
+        for index, param in enumerate(group["params"]):
+            grad = param.grad
+            if grad is None:
+                continue
+            try:
+                state = self.state.get(param, {})
+                self._plan_parameter(plan, param, checked_gradient(param, grad), state, steps_taken(state), backend)
+            except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as flaw:
+                raise type(flaw)(f"{parameter_name(group, group_index, index)}: {flaw}") from flaw
+        return plan
 
-        Whatever interrupts it: a step that was made is counted, and one that was not is not. ``count`` may be called
-        twice, and writes the same both times.
+    def _apply(self, plan: Plan, backend: Backend) -> None:
+        """Do what is planned: all tables of a kind in one launch, and then what is for torch's dense Adam."""
+        updates = [step.update or self._begin_rows(step, plan.group) for step in plan.rows]
+        for batch in backend.batches(updates):
+            self._whole_or_not_at_all(batch.update, self._counter(batch.updates, plan.group, backend))
+        if plan.dense:
+            self._step_dense(plan.dense, plan.group, backend)
+
+    def _plan_parameter(
+        self, plan: Plan, param: Tensor, grad: Tensor, state: State, taken: int, backend: Backend
+    ) -> None:
+        """Add a row step or a dense step to the plan, or raise; ``taken`` are the parameter's steps so far."""
+        raise NotImplementedError
+
+    def _scalars(self, group: Group, count: int, as_dense: bool) -> Scalars:
+        """The scalars of a ``count``-th step."""
+        raise NotImplementedError
+
+    def _begin_rows(self, step: RowStep, group: Group) -> RowUpdate:
+        """Make the state that a row step lacks."""
+        raise NotImplementedError
+
+    def _counter(self, updates: Sequence[RowUpdate], group: Group, backend: Backend) -> Callable[[Outcome], None]:
+        """A function that counts these steps once they are made. It may be called twice, and writes the same."""
+        raise NotImplementedError
+
+    def _whole_or_not_at_all(self, update: Callable[[Outcome], None], count: Callable[[Outcome], None]) -> None:
+        """Update rows, and count the steps.
+
+        Whatever interrupts it: a step that was made is counted, and one that was not is not.
         """
         outcome = Outcome()
 
@@ -130,10 +145,7 @@ class RowOptimizer(Optimizer):
 
         self._unfinished = finish
         try:
-            if is_empty:
-                outcome.complete()
-            else:
-                update(outcome)
+            update(outcome)
             count(outcome)
         except BaseException:
             finish()
@@ -147,72 +159,29 @@ class RowOptimizer(Optimizer):
             self._unfinished()
             self._unfinished = None
 
-    def _collect(self, group_index: int, group: Group, backend: Backend) -> Work:
-        """What this group has to do. Writes nothing, and raises if some option or gradient cannot be taken."""
-        self._check_again(group, f" in group {group_index}")
-        work = Work([], [])
-        for index, param in enumerate(group["params"]):
-            grad = param.grad
-            if grad is None:
-                continue
-            try:
-                grad = _materialized(grad)
-                state = self.state.get(param, {})
-                _check_fit(param, grad)
-                if reason := incomplete(state):
-                    raise ValueError(reason)
-                at = admit_state(param, state)
-                item = self._as_rows(param, grad, state, group)
-                if item is None:
-                    work.dense.append((param, grad))
-                else:
-                    outside = backend.first_outside(item.gradient.rows, item.gradient.row_count)
-                    if outside is not None:
-                        raise IndexError(outside_message(outside, item.gradient.row_count))
-                    work.rows.append(item)
-                    item.operands = self._operands(item, state, at, group)
-                self._check_gradient(param, grad, item, group, backend)
-            except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as flaw:
-                raise type(flaw)(f"{parameter_name(group, group_index, index)}: {flaw}") from flaw
-        return work
-
     def _check_again(self, group: Group, where: str) -> None:
         """Raise if somebody has edited this group so that it cannot be honoured any more."""
         try:
-            _, betas, *others = map(group.__getitem__, self._options)  # lr comes first
+            _, *values = map(group.__getitem__, self._options)  # lr comes first
         except KeyError as missing:
             raise ValueError(f"{missing} is missing{where}; expected every option that the constructor has") from None
         self._check_rate(group, where)
-        # What may have changed inside, a list or a Tensor, is looked at every time.
-        is_fixed = type(betas) is tuple and not any(isinstance(option, Tensor) for option in (*betas, *others))
-        if not is_fixed or self._checked.get(id(group)) != (betas, others):
-            self._check_group(group, where)
-            self._checked[id(group)] = betas, others
+        known = self._checked.get(id(group), ())
+        if len(known) == len(values) and all(map(operator.is_, values, known)):
+            return
+        self._check_group(group, where)
+        # What may change inside, a list or a Tensor, is looked at every time.
+        is_fixed = type(group["betas"]) is tuple and not any(isinstance(v, Tensor) for v in (*group["betas"], *values))
+        self._checked[id(group)] = values if is_fixed else ()
 
     def _check_rate(self, group: Group, where: str) -> None:
         """Raise if a step cannot be taken with this lr."""
         check_is_number(group["lr"], where)
 
-    def _as_rows(self, param: Tensor, grad: Tensor, state: State, group: Group) -> Rows | None:
-        """The gradient as rows, or None if it is one for torch's dense Adam."""
-        return Rows(param, row_gradient(grad, param.shape)) if grad.is_sparse else None
-
-    def _operands(self, item: Rows, state: State, at: Addresses | None, group: Group) -> Operands | None:
-        """The operands of an update, if all of the state is there; raise if what is there does not fit."""
-        if "exp_avg" not in state or (group["amsgrad"] and "max_exp_avg_sq" not in state):
-            return None
-        return admit(item.param, state, item.gradient, at, amsgrad=group["amsgrad"], counted=False)
-
-    def _check_gradient(self, param: Tensor, grad: Tensor, item: Rows | None, group: Group, backend: Backend) -> None:
-        """Raise if this gradient, whose indices are known to be good, cannot be taken; ``item`` is what it became."""
-
-    def _step_rows(self, item: Rows, group: Group, backend: Backend) -> None:
-        raise RuntimeError(f"{type(self).__name__} does not say how it steps rows")
-
-    def _step_dense(self, items: list[tuple[Tensor, Tensor]], group: Group, backend: Backend) -> None:
-        for param, _ in items:
-            ensure_moments(self.state[param], param, amsgrad=group["amsgrad"])
-        _dense.update_all([(param, grad, self.state[param]) for param, grad in items], group)
+    def _step_dense(self, steps: list[DenseStep], group: Group, backend: Backend) -> None:
+        for step in steps:
+            ensure_moments(self.state[step.param], step.param, amsgrad=group["amsgrad"])
+        _dense.update_all([(step.param, step.grad, self.state[step.param]) for step in steps], group)
 
     @torch.no_grad()
     def grow(self, param: Tensor, rows: int, init: Init = torch.nn.init.normal_) -> None:
@@ -363,27 +332,3 @@ class RowOptimizer(Optimizer):
 
 def _local_state(state: State, param: Tensor) -> State:
     return _part.as_local_state(tidied(state), param)
-
-
-def _materialized(grad: Tensor) -> Tensor:
-    """The gradient itself, or one that has the memory and the signs that its numbers say it has."""
-    if grad.is_sparse or grad.layout != torch.strided:
-        return grad
-    if grad.is_neg() or grad._is_zerotensor():  # torch makes these to save work, and its fused Adam takes neither
-        return torch.empty_like(grad).copy_(grad)
-    if grad.is_cpu and not has_memory(grad):
-        raise ValueError(lost_memory("the gradient", grad))
-    return grad
-
-
-def _check_fit(param: Tensor, grad: Tensor) -> None:
-    if param.dtype not in FLOATS:
-        raise TypeError(f"the parameter has dtype {param.dtype}; expected a floating-point type of 16, 32 or 64 bits")
-    if grad.layout not in (torch.sparse_coo, torch.strided):
-        raise TypeError(f"the gradient's layout is {grad.layout}; expected torch.sparse_coo or torch.strided")
-    if grad.shape != param.shape:
-        raise ValueError(f"the gradient has shape {tuple(grad.shape)}; expected the parameter's, {tuple(param.shape)}")
-    if grad.dtype != param.dtype and grad.dtype not in FLOATS:
-        raise TypeError(f"the gradient has dtype {grad.dtype}; expected a floating-point type of 16, 32 or 64 bits")
-    if grad.device != param.device:
-        raise ValueError(f"the gradient is on {grad.device}; expected the parameter's device, {param.device}")

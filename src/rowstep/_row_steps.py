@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ._state import State, ensure_row_steps
+from ._torch_internals import writes_to
 
 
 def ensure_slot(state: State, param: Tensor) -> None:
@@ -88,4 +89,4 @@ class RowSteps:
 
 def _writes_to(slot: Tensor) -> float:
     """How often torch has written to this tensor; NaN, which equals nothing, of one made in inference mode."""
-    return math.nan if slot.is_inference() else slot._version
+    return math.nan if slot.is_inference() else writes_to(slot)

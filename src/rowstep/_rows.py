@@ -11,14 +11,14 @@ Everything new is allocated first and put in place at the end: an error or an in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ._commit import replace_table
 from ._part import part_of
-from ._state import State, zeros_like
+from ._state import State, row_slots, zeros_like
 
 Init = Tensor | Callable[[Tensor], object]
 """The weights of new rows, or a function that fills zeros in place, as ``torch.nn.init``'s do, or returns weights."""
@@ -45,9 +45,10 @@ def grow(param: Tensor, state: State, count: int, init: Init, row_steps: Tensor 
             raise ValueError(f"init has shape {tuple(made.shape)}; expected {tuple(new.shape)}")
         new.copy_(made)
     changed = {}
-    for key, tensor in _row_states(state if row_steps is None else state | {"row_step": row_steps}, old):
-        changed[key] = zeros_like(tensor.new_empty(old + count, *tensor.shape[1:]))
-        changed[key][:old] = tensor
+    before = state if row_steps is None else state | {"row_step": row_steps}
+    for name in row_slots(before):
+        changed[name] = zeros_like(before[name].new_empty(old + count, *before[name].shape[1:]))
+        changed[name][:old] = before[name]
     replace_table(param, table, state, changed)
 
 
@@ -55,7 +56,7 @@ def grow(param: Tensor, state: State, count: int, init: Init, row_steps: Tensor 
 def keep(param: Tensor, state: State, rows: Tensor) -> None:
     """Keep these rows, in this order, and drop the others."""
     _refuse_a_part(param)
-    changed = {key: tensor.index_select(0, rows) for key, tensor in _row_states(state, row_count(param))}
+    changed = {name: state[name].index_select(0, rows) for name in row_slots(state)}
     replace_table(param, param.detach().index_select(0, rows), state, changed)
 
 
@@ -65,7 +66,7 @@ def reset(param: Tensor, state: State, rows: Tensor, row_steps: Tensor | None = 
 
     No row moves, so gradients and graphs stay good. ``row_steps`` are as for ``grow``.
     """
-    before = [(tensor, tensor.index_select(0, rows)) for _, tensor in _row_states(state, row_count(param))]
+    before = [(state[name], state[name].index_select(0, rows)) for name in row_slots(state)]
     blank = state["row_step"].clone() if row_steps is not None else None
     try:
         if row_steps is not None:
@@ -130,9 +131,3 @@ def _refuse_a_part(param: Tensor) -> None:
             f"the parameter is {len(param)} of the {part.order.rows} rows of a sharded table, whose size is fixed; "
             "make it whole with to_embedding, change that, and divide it again with from_embedding"
         )
-
-
-def _row_states(state: State, count: int) -> Iterator[tuple[str, Tensor]]:
-    for key, tensor in list(state.items()):
-        if key != "step" and isinstance(tensor, Tensor) and tensor.shape[:1] == (count,):
-            yield key, tensor

@@ -23,8 +23,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-# How many hold a storage. Private to torch: where it is missing, no sparse gradient is provably alone.
-_use_count = getattr(torch._C, "_storage_Use_Count", None)
+from ._torch_internals import entries_of, holders_of
 
 # The gradient itself, the tensor that `_values()` returned, and the Python object that stands for the storage.
 _KNOWN_HOLDERS = 3
@@ -45,7 +44,7 @@ def scale_what_torch_cannot(parameters: Iterable[Tensor], factor: Tensor) -> lis
         numbers = _numbers_of(grad)
         if id(grad) in shared or (grad.is_sparse and not _is_alone(numbers)):
             scaled = numbers * factor.to(numbers.device)
-            replaced.append((grad, like_sparse(grad, grad._indices(), scaled) if grad.is_sparse else scaled))
+            replaced.append((grad, like_sparse(grad, entries_of(grad)[0], scaled) if grad.is_sparse else scaled))
         elif grad.is_sparse:
             in_place.append(numbers)
         else:
@@ -71,7 +70,7 @@ def replace(grad: Tensor, other: Tensor) -> None:
 
 def _numbers_of(grad: Tensor) -> Tensor:
     """The memory that holds a gradient, sparse or dense."""
-    return grad._values() if grad.is_sparse else grad
+    return entries_of(grad)[1] if grad.is_sparse else grad
 
 
 def _overlapping(grads: list[Tensor]) -> set[int]:
@@ -103,7 +102,8 @@ def _repeats_itself(numbers: Tensor) -> bool:
 
 def _is_alone(values: Tensor) -> bool:
     """Whether these values of a sparse gradient are nobody else's, not even NumPy's or another process's."""
-    if _use_count is None or not values.is_contiguous():
+    if not values.is_contiguous():
         return False
     storage = values.untyped_storage()
-    return storage.resizable() and _use_count(storage._cdata) <= _KNOWN_HOLDERS
+    holders = holders_of(storage)
+    return holders is not None and storage.resizable() and holders <= _KNOWN_HOLDERS

@@ -2,7 +2,7 @@
 
 ``rowstep._deferred`` derives what is computed here. A table at step T needs, for a row last brought up to date at step
 s = T - k, the sum over the k steps in between of weights ``w`` that decay by ``r`` a step, divided by sqrt(v) plus an
-``e`` that grows. Expanded around the mean of e, the sum over the terms becomes five numbers per gap:
+``e`` that grows. Expanded around the mean of e, the sum over the terms becomes six numbers per gap:
 
     M0, ebar, M2, M3, M4, M5        ebar = sum(w e) / sum(w)     Mn = sum(w (e/ebar - 1)^n)
 
@@ -15,12 +15,14 @@ Frozen entries are kept in a ring. ``capacity`` steps is how far back it reaches
 no row waits longer, so the memory is bounded however long the run.
 
 A model has many tables, and most of them take the same steps. A window takes 0.2 ms to build, longer than the step of a
-small table, so schedules that have begun alike and gone on alike share it: each window remembers the one that came
-after it, as long as some schedule is there.
+small table, and the rings take 1.6 MB. So a schedule is a place on a *timeline*, and ``twin`` makes another one at the
+same place. As long as twins take the same steps, be it one after the other, they share the rings and the windows. One
+that takes another step goes on with a copy.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import weakref
@@ -29,9 +31,16 @@ from typing import Any
 
 import numpy as np
 
+from ._rules.adam import corrections
+
 # Columns of a coefficient table.
 M0, EBAR, M2, M3, M4, M5, SAFE = range(7)
 COLUMNS = 7
+
+# What a kernel is told of a schedule: 64-bit words, then scalars.
+STEP, LENGTH, CAPACITY, WINDOW_AT, FROZEN_AT, RATE_AT, ROOT_AT, DECAYED_AT, BETA1_POWERS_AT, BETA2_POWERS_AT = range(10)
+SCALARS = 10
+RATIO, GROWTH, EPS = range(3)
 
 # The terms beyond the window are smaller than this against the first.
 _NEGLIGIBLE = 1e-17
@@ -76,16 +85,16 @@ def check_betas(beta1: float, beta2: float, *, amsgrad: bool, where: str = "") -
 class _Window:
     """The newest steps, and the coefficients of every gap that they are in. Nothing in it changes."""
 
-    __slots__ = ("__weakref__", "_next", "rates", "roots", "table")
+    __slots__ = ("__weakref__", "_next", "at", "rates", "roots", "table")
 
     def __init__(self, rates: Any, roots: Any, table: Any) -> None:
         self.rates, self.roots = rates, roots
         """Newest first: rate times what weight decay has left of it since, and the powers of root."""
-        self.table = table
+        self.table, self.at = table, table.ctypes.data
         self._next: tuple[Any, Callable[[], _Window | None]] = None, lambda: None
 
-    def after(self, step: tuple[float, float, float], make: Callable[[], _Window]) -> _Window:
-        """The window after one more step, which another schedule may have made already."""
+    def after(self, step: _Step, make: Callable[[], _Window]) -> _Window:
+        """The window after one more step, which another schedule may have made already and still has."""
         known, window = self._next[0], self._next[1]()
         if window is None or known != step:
             window = make()
@@ -93,10 +102,62 @@ class _Window:
         return window
 
 
-@functools.lru_cache(maxsize=4)  # the tables of a step begin one after the other, when the first has left it already
-def _first_window(length: int, beginning: tuple[Any, ...]) -> _Window:
-    """The one that all schedules begin with which have this in common."""
-    return _Window(np.zeros(length), np.ones((7, length)), np.zeros((length + 1, COLUMNS)))
+_Step = tuple[float, float, float]
+"""A step's rate, its root, and what weight decay leaves of a weight."""
+
+
+class _Timeline:
+    """What every step was like, in rings over its number.
+
+    The ring of a shared timeline must not come around while a schedule on it lags behind. So a timeline takes on
+    ``capacity // 8`` steps; then whoever is ahead goes on with a copy, and leaves it to those behind.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.newest, self._last = capacity, 0, capacity // 8
+        # lr with bias correction, sqrt(1 - beta2^t), what weight decay leaves of a weight, and the logarithm of what it
+        # has left since the beginning, with what that sum lacks.
+        self.rate, self.root, self.kept = np.zeros(capacity), np.ones(capacity), np.ones(capacity)
+        self.decayed, self.lacking = np.zeros(capacity), np.zeros(capacity)
+        self.frozen = np.zeros((capacity, COLUMNS))
+        self.recorded: tuple[Any, Any, Any] = None, None, None
+        """What kernels were last told, and of which window and which ``decayed``."""
+        self.asked: tuple[Any, Any, Any, Any] = None, None, None, None
+        """The lr, the weight decay and the number of the step that was last asked for, and what it is like."""
+
+    def copy(self, newest: int) -> _Timeline:
+        """A timeline of its own for the step after ``newest``."""
+        copied = copy.copy(self)
+        for name in ("rate", "root", "kept", "decayed", "lacking", "frozen"):
+            setattr(copied, name, getattr(self, name).copy())
+        copied.recorded = None, None, None
+        copied.newest, copied._last = newest, newest + self.capacity // 8
+        return copied
+
+    def with_step(self, number: int, step: _Step, frozen: tuple[int, Any]) -> _Timeline:
+        """The timeline on which this is the ``number``-th step: this one, or a copy.
+
+        ``frozen`` are coefficients that will not change any more, and the step that they belong to.
+        """
+        slot = number % self.capacity
+        if number <= self.newest and (self.rate[slot], self.root[slot], self.kept[slot]) == step:
+            return self
+        if number <= self.newest or number > self._last:
+            return self.copy(number - 1).with_step(number, step, frozen)
+        # Nobody looks at these entries until the step is counted, in the last line. Whatever interrupts this before, it
+        # can be done again.
+        before = (number - 1) % self.capacity
+        self.rate[slot], self.root[slot], self.kept[slot] = step
+        self.frozen[frozen[0] % self.capacity] = frozen[1]
+        # Kahan's sum: thousands of equal addends would round the same way every time.
+        addend = math.log(step[2]) - self.lacking[before]
+        total = self.decayed[before] + addend
+        self.lacking[slot] = (total - self.decayed[before]) - addend
+        self.decayed[slot] = total
+        # Only differences count, and those of small numbers are the better ones.
+        decayed = self.decayed - total if total < -1 else self.decayed
+        vars(self).update(newest=number, decayed=decayed)
+        return self
 
 
 class Schedule:
@@ -112,22 +173,23 @@ class Schedule:
         self.origin, self.step = step, 0
         self.window_length = length = window_length(beta1, beta2, amsgrad=amsgrad)
         self.capacity = capacity = max(capacity, 1 << 14, 4 * length)
+        self.longest_wait = capacity - capacity // 8 - 2
+        """No row may wait for more steps than this."""
         self.ratio = beta1 if amsgrad else beta1 / math.sqrt(beta2)
         self.growth = 1.0 if amsgrad else 1 / math.sqrt(beta2)
-
-        # Per step, in a ring over its number: lr with bias correction, sqrt(1 - beta2^t), and the logarithm of what
-        # weight decay has left since this schedule began.
-        self.rate, self.root, self.decayed = np.zeros(capacity), np.ones(capacity), np.zeros(capacity)
-        self._decayed_excess = 0.0
-        self.frozen = np.zeros((capacity, COLUMNS))
         self.beta1_powers = beta1 ** np.arange(capacity + 1, dtype=np.float64)
         self.beta2_powers = beta2 ** np.arange(capacity + 1, dtype=np.float64)
 
-        self._window = _first_window(length, (betas, eps, amsgrad, tolerance, step))
+        self._timeline = _Timeline(capacity)
+        self._window = _Window(np.zeros(length), np.ones((7, length)), np.zeros((length + 1, COLUMNS)))
         rho = self.ratio * self.growth ** np.arange(7.0)[:, None]
         with np.errstate(over="ignore"):
             self._undo = rho ** -np.arange(length) if self.ratio else np.zeros((7, length))
             self._redo = rho ** np.arange(1, length + 1)
+
+    def twin(self) -> Schedule:
+        """Another schedule at the same step, for another table; both share what they have in common."""
+        return copy.copy(self)
 
     def advance(self, lr: Any, weight_decay: float, to: int | None = None) -> None:
         """Record one more step, and bring the coefficients of every gap up to it; nothing, if it is at ``to`` already.
@@ -136,38 +198,47 @@ class Schedule:
         was, and it can be called again, even by the interrupt itself: all is read at once, computed beside what is in
         use, and taken over at once.
         """
-        newest, recent, decayed, excess = self._newest()
+        newest, window, timeline = self.step, self._window, self._timeline  # on one line: nothing can come between
         if newest == to:
             return
-        beta1, beta2 = self.betas
+        asked = timeline.asked
+        if asked[0] is lr and asked[1:3] == (weight_decay, newest):  # as all twins ask
+            step = asked[3]
+        else:
+            step = self._step_with(lr, weight_decay, newest + 1)
+            timeline.asked = lr, weight_decay, newest, step
+        window = window.after(step, functools.partial(self._after, window, *step))
+        length = self.window_length
+        timeline = timeline.with_step(newest + 1, step, (newest + 1 - length, window.table[length]))
+        vars(self).update(step=newest + 1, _window=window, _timeline=timeline)
+
+    def _step_with(self, lr: Any, weight_decay: float, number: int) -> _Step:
         kept = float(1 - lr * weight_decay)
         if kept <= 0:
             raise ValueError(f"lr * weight_decay is {float(lr * weight_decay)}; deferred steps need it below 1")
-        step, count = newest + 1, self.origin + newest + 1
-        root = math.sqrt(1 - beta2**count)
-        rate = float(lr * root / (1 - beta1**count))
-        window = recent.after((rate, root, kept), lambda: self._after(recent, rate, root, kept))
-        # Nobody looks at these entries of the rings until the step is counted.
-        slot, before = step % self.capacity, newest % self.capacity
-        self.rate[slot], self.root[slot] = rate, root
-        self.frozen[(step - self.window_length) % self.capacity] = window.table[self.window_length]
-        # Kahan's sum: thousands of equal addends would round the same way every time.
-        addend = math.log(kept) - excess
-        total = decayed[before] + addend
-        excess = (total - decayed[before]) - addend
-        decayed[slot] = total
-        if total < -1:  # only differences count, and those of small numbers are the better ones
-            decayed = decayed - total
-        vars(self).update(step=step, _window=window, decayed=decayed, _decayed_excess=excess)
-
-    def _newest(self) -> tuple[int, _Window, Any, float]:
-        # On one line: nothing can come between.
-        return self.step, self._window, self.decayed, self._decayed_excess
+        first, root = corrections(*self.betas, self.origin + number, math.sqrt)
+        return float(lr * root / first), root, kept
 
     @property
     def window(self) -> Any:
         """The coefficients of the gaps 0 to ``window_length``."""
         return self._window.table
+
+    @property
+    def record(self) -> Any:
+        """What a kernel is told of this schedule; it holds addresses, so the schedule has to outlive its use."""
+        timeline, window = self._timeline, self._window
+        if timeline.recorded[0] is not window or timeline.recorded[1] is not timeline.decayed:
+            timeline.recorded = window, timeline.decayed, self._new_record(timeline, window)
+        return timeline.recorded[2]
+
+    def _new_record(self, timeline: _Timeline, window: _Window) -> Any:
+        record = np.empty(SCALARS + 3, np.int64)
+        rings = (timeline.frozen, timeline.rate, timeline.root, timeline.decayed)
+        addresses = [array.ctypes.data for array in (*rings, self.beta1_powers, self.beta2_powers)]
+        record[:SCALARS] = self.step, self.window_length, self.capacity, window.at, *addresses
+        record[SCALARS:].view(np.float64)[:] = self.ratio, self.growth, self.eps
+        return record
 
     def _after(self, window: _Window, rate: float, root: float, kept: float) -> _Window:
         """The window after a step with this rate and this root, which leaves so much of a weight."""
@@ -188,7 +259,7 @@ class Schedule:
         for n in range(1, 7):
             sums[n:] /= mean
         central = _CENTRAL @ sums
-        table = np.zeros_like(self.window)
+        table = np.zeros((self.window_length + 1, COLUMNS))
         window = table[1:]
         window[:, M0], window[:, EBAR] = total, self.eps * mean
         window[:, M2:SAFE] = central[2:6].T
@@ -210,10 +281,12 @@ class Schedule:
         """For rows up to date at the steps ``since``: coefficients, what decay leaves of p, and of the past sum."""
         gap = self.step - since
         young = gap <= self.window_length
-        table = np.where(young[:, None], self.window[np.where(young, gap, 0)], self.frozen[since % self.capacity])
-        now = self.decayed[self.step % self.capacity]
-        kept = np.exp(now - self.decayed[since % self.capacity])
-        aged = np.exp(now - self.decayed[(since + self.window_length) % self.capacity])
+        table = np.where(
+            young[:, None], self.window[np.where(young, gap, 0)], self._timeline.frozen[since % self.capacity]
+        )
+        now = self._timeline.decayed[self.step % self.capacity]
+        kept = np.exp(now - self._timeline.decayed[since % self.capacity])
+        aged = np.exp(now - self._timeline.decayed[(since + self.window_length) % self.capacity])
         return table, kept, np.where(young, 1.0, aged)
 
     def terms(self, since: int) -> tuple[Any, Any]:
@@ -221,7 +294,7 @@ class Schedule:
         count = min(self.step - since, self.window_length)
         slots = np.arange(since + 1, since + count + 1) % self.capacity
         powers = np.arange(1, count + 1)
-        kept = np.exp(self.decayed[self.step % self.capacity] - self.decayed[slots])
+        kept = np.exp(self._timeline.decayed[self.step % self.capacity] - self._timeline.decayed[slots])
         with np.errstate(over="ignore"):  # an e beyond float64 belongs to a term that is 0
-            e = self.eps * self.root[slots] * self.growth**powers
-        return self.rate[slots] * kept * self.ratio**powers, e
+            e = self.eps * self._timeline.root[slots] * self.growth**powers
+        return self._timeline.rate[slots] * kept * self.ratio**powers, e

@@ -4,19 +4,21 @@ backends.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT, StateDict
 
 from . import _dense
-from ._backends import Addresses, Backend, Operands, Outcome, admit, admit_counts, admit_state
-from ._gradient import all_rows, nonzero_rows
-from ._loading import row_counts
-from ._optimizer import Group, RowOptimizer, Rows
+from ._backends import Addresses, Backend, Outcome, RowUpdate, admit, admit_counts, admit_state
+from ._gradient import RowGradient, all_rows, nonzero_rows, row_gradient
+from ._loading import uncast_slots
+from ._optimizer import RowOptimizer
+from ._plan import DenseStep, Group, Plan, RowStep, refuse_outside
 from ._row_steps import RowSteps, ensure_slot
-from ._rule import row_rule
-from ._state import MOMENTS, State, ensure_moments
+from ._rules.adam import Scalars, scalars
+from ._state import MOMENTS, State, ensure_moments, has_moments
 
 
 class SparseAdam(RowOptimizer):
@@ -84,84 +86,105 @@ class SparseAdam(RowOptimizer):
         self.skipped_rows = 0
         self._row_steps = RowSteps()
 
-    def _as_rows(self, param: Tensor, grad: Tensor, state: State, group: Group) -> Rows | None:
-        if grad.is_sparse:
-            return super()._as_rows(param, grad, state, group)
-        if group["force_sparse"]:
-            return Rows(param, nonzero_rows(grad))
-        if group["bias_correction"] == "row" and self._row_steps.takes_rows(param, state):
-            lead = tuple(state["row_step"].shape if "row_step" in state else param.shape[:1])
-            return Rows(param, all_rows(grad, lead), as_dense=True)
-        dtypes = {state[key].dtype for key in MOMENTS if key in state}
-        if dtypes | {grad.dtype} != {param.dtype}:  # torch's Adam wants one dtype for all
-            return Rows(param, all_rows(grad, tuple(param.shape[:1])), as_dense=True)
-        return None
-
-    def _operands(self, item: Rows, state: State, at: Addresses | None, group: Group) -> Operands | None:
-        if group["bias_correction"] == "row":
-            if not self._row_steps.are_counted(item.param, state):
-                return None
-            admit_counts(state, item.gradient.lead)
-        return super()._operands(item, state, at, group)
-
-    def _check_gradient(self, param: Tensor, grad: Tensor, item: Rows | None, group: Group, backend: Backend) -> None:
+    def _plan_parameter(
+        self, plan: Plan, param: Tensor, grad: Tensor, state: State, taken: int, backend: Backend
+    ) -> None:
+        group, at = plan.group, admit_state(param, state)
+        gradient, as_dense = self._rows_of(param, grad, state, group)
+        if gradient is None:
+            plan.dense.append(DenseStep(param, grad))
+        else:
+            refuse_outside(gradient, backend)
+            plan.rows.append(self._row_step(plan, param, gradient, as_dense, state, at, taken))
         if group["nonfinite"] == "raise" and (
-            backend.has_nonfinite(item.gradient) if item is not None else not bool(grad.isfinite().all())
+            backend.has_nonfinite(gradient) if gradient is not None else not bool(grad.isfinite().all())
         ):
             raise FloatingPointError("the gradient has a row that is not finite, and nonfinite='raise' was asked for")
 
-    def _step_rows(self, item: Rows, group: Group, backend: Backend) -> None:
-        gradient, state = item.gradient, self.state[item.param]
-        per_row = group["bias_correction"] == "row"
-        if item.operands is None:
-            ensure_moments(state, item.param, amsgrad=group["amsgrad"])
-            if per_row and not gradient.is_empty:
-                self._row_steps.begin(item.param, state, gradient.lead)
-            elif per_row:
-                ensure_slot(state, item.param)
-            counted = per_row and not gradient.is_empty
-            at = admit_state(item.param, state)
-            item.operands = admit(item.param, state, gradient, at, amsgrad=group["amsgrad"], counted=counted)
-        operands = item.operands
-        step, skips, skipped_before = int(state["step"]) + 1, group["nonfinite"] == "skip", self.skipped_rows
+    def _row_step(
+        self,
+        plan: Plan,
+        param: Tensor,
+        gradient: RowGradient,
+        as_dense: bool,
+        state: State,
+        at: Addresses | None,
+        taken: int,
+    ) -> RowStep:
+        count = plan.count_after(param, taken)
+        step = RowStep(param, gradient, plan.scalars(count, as_dense), count)
+        is_counted = step.scalars.per_row and self._row_steps.are_counted(param, state)
+        if is_counted:
+            admit_counts(state, gradient.lead)
+        if has_moments(state, amsgrad=step.scalars.amsgrad) and is_counted == step.scalars.per_row:
+            step.update = admit(param, state, gradient, at, step.scalars, None, count)
+        return step
 
-        def update(outcome: Outcome) -> None:
-            rule = row_rule(
-                lr=group["lr"],
-                betas=group["betas"],
-                eps=group["eps"],
-                step=step,
-                maximize=group["maximize"],
-                weight_decay=group["weight_decay"],
-                decoupled_weight_decay=group["decoupled_weight_decay"],
-                amsgrad=group["amsgrad"],
-                per_row=per_row,
-                as_dense=item.as_dense,
-                skip_nonfinite=skips,
-            )
-            backend.update(operands, rule, outcome)
+    def _rows_of(self, param: Tensor, grad: Tensor, state: State, group: Group) -> tuple[RowGradient | None, bool]:
+        """The gradient as rows, or None if it is for torch's dense Adam; and whether it came dense and names every row.
+
+        Then eps goes where torch.optim.Adam has it.
+        """
+        if grad.is_sparse:
+            return row_gradient(grad, param.shape), False
+        if group["force_sparse"]:
+            return nonzero_rows(grad), False
+        if group["bias_correction"] == "row" and self._row_steps.takes_rows(param, state):
+            return all_rows(grad, tuple(state["row_step"].shape if "row_step" in state else param.shape[:1])), True
+        dtypes = {state[key].dtype for key in MOMENTS if key in state}
+        if dtypes | {grad.dtype} != {param.dtype}:  # torch's Adam wants one dtype for all
+            return all_rows(grad, tuple(param.shape[:1])), True
+        return None, False
+
+    def _scalars(self, group: Group, count: int, as_dense: bool) -> Scalars:
+        return scalars(
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            step=count,
+            maximize=group["maximize"],
+            weight_decay=group["weight_decay"],
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+            amsgrad=group["amsgrad"],
+            per_row=group["bias_correction"] == "row",
+            as_dense=as_dense,
+            skip_nonfinite=group["nonfinite"] == "skip",
+        )
+
+    def _begin_rows(self, step: RowStep, group: Group) -> RowUpdate:
+        param, gradient, state = step.param, step.gradient, self.state[step.param]
+        ensure_moments(state, param, amsgrad=group["amsgrad"])
+        if step.scalars.per_row and gradient.is_empty:
+            ensure_slot(state, param)
+        elif step.scalars.per_row:
+            self._row_steps.begin(param, state, gradient.lead)
+        return admit(param, state, gradient, admit_state(param, state), step.scalars, None, step.count)
+
+    def _counter(self, updates: Sequence[RowUpdate], group: Group, backend: Backend) -> Callable[[Outcome], None]:
+        skips, skipped_before = group["nonfinite"] == "skip", self.skipped_rows
 
         def count(outcome: Outcome) -> None:
-            skipped = outcome.skipped if skips else 0
-            state["step"], self.skipped_rows = step, skipped_before + skipped
+            for update in updates:
+                update.state["step"] = update.steps
+            self.skipped_rows = skipped_before + (outcome.skipped if skips else 0)
 
-        self._whole_or_not_at_all(update, count, is_empty=gradient.is_empty)
+        return count
 
-    def _step_dense(self, items: list[tuple[Tensor, Tensor]], group: Group, backend: Backend) -> None:
+    def _step_dense(self, steps: list[DenseStep], group: Group, backend: Backend) -> None:
         if group["bias_correction"] == "row":
-            for param, _ in items:
-                ensure_slot(self.state[param], param)
+            for step in steps:
+                ensure_slot(self.state[step.param], step.param)
         if group["nonfinite"] != "skip":
-            super()._step_dense(items, group, backend)
+            super()._step_dense(steps, group, backend)
             return
         untouched = []
-        for param, grad in items:
-            rows = _dense.nonfinite_rows(grad)
+        for step in steps:
+            rows, state = _dense.nonfinite_rows(step.grad), self.state[step.param]
             if len(rows):
-                ensure_moments(self.state[param], param, amsgrad=group["amsgrad"])
-                untouched.append(_dense.Untouched(param, self.state[param], rows))
+                ensure_moments(state, step.param, amsgrad=group["amsgrad"])
+                untouched.append(_dense.Untouched(step.param, state, rows))
         try:
-            super()._step_dense(items, group, backend)
+            super()._step_dense(steps, group, backend)
             for rows_before in untouched:
                 rows_before.restore()
         except BaseException:
@@ -183,8 +206,9 @@ class SparseAdam(RowOptimizer):
                         ensure_slot(self.state[param], param)
 
     def _loaded(self, given: StateDict) -> None:
-        for param, counts in row_counts(given, self._all_params()):
-            self.state[param]["row_step"] = counts
+        for param, slots in uncast_slots(given, self._all_params()):
+            if slots:
+                self.state[param].update(slots)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"skipped_rows": self.skipped_rows, "_row_steps": RowSteps()}

@@ -1,11 +1,10 @@
-"""What is kept per parameter: names, shapes, dtypes, and where the memory comes from.
+"""What is kept per parameter, by the description that the rule gives of its slots: allocation, checks, counts.
 
-key                 shape                   dtype          present
-``step``            int, or a 0-dim Tensor  float32        always; an int after a sparse step, a Tensor after a dense
-``exp_avg``         the parameter's         parameter's    always
-``exp_avg_sq``      the parameter's         parameter's    always
-``max_exp_avg_sq``  the parameter's         parameter's    amsgrad
-``row_step``        the leading dimensions  int64          bias_correction="row"; see ``_row_steps``
+    step              one for the table   an int after a sparse step, a float Tensor after a dense one
+    exp_avg           one per element     the parameter's dtype
+    exp_avg_sq        one per element     the parameter's dtype
+    max_exp_avg_sq    one per element     the parameter's dtype; with amsgrad
+    row_step          one per row         int64; with bias_correction="row", see ``_row_steps``
 
 ``step`` follows the class being replaced: torch.optim.SparseAdam keeps an int, torch.optim.Adam a Tensor. Either is
 taken, so checkpoints of both load, and both load ours. Past 2^24 float32 cannot count, and the Tensor becomes float64.
@@ -23,16 +22,21 @@ import torch
 from torch import Tensor
 
 from ._memory import has_memory, lost_memory, overlaps_itself
+from ._rules.adam import SLOTS
 
 State = dict[str, Any]
 
-MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+MOMENTS = tuple(slot.name for slot in SLOTS if slot.per == "element")
+_BY_ROW = tuple(slot.name for slot in SLOTS if slot.per != "table")
+_ALWAYS = (*(slot.name for slot in SLOTS if slot.option is None and slot.per == "element"), "step")
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What parameters, moments and gradients may be made of."""
 
 # Counts above this are not exact in the float64 that a bias correction is computed in.
 _LARGEST_COUNT = 1 << 53
+
+_LARGEST_FLOAT32 = 1 << 24
 
 # Smaller moments gain nothing: one huge page is 2 MiB, and the kernel gives none to less.
 _HUGE_FROM_BYTES = 8 << 20
@@ -70,16 +74,21 @@ def zeros_like(param: Tensor) -> Tensor:
     return torch.frombuffer(memory, dtype=param.dtype).as_strided(param.shape, strides)
 
 
+def has_moments(state: State, *, amsgrad: bool) -> bool:
+    """Whether this state has every moment that the options ask for."""
+    return "exp_avg" in state and (not amsgrad or "max_exp_avg_sq" in state)
+
+
 def ensure_moments(state: State, param: Tensor, *, amsgrad: bool) -> None:
     """Create what this parameter's state does not have yet: all of it, or nothing if memory runs out."""
-    if "exp_avg" in state and (not amsgrad or "max_exp_avg_sq" in state):
+    if has_moments(state, amsgrad=amsgrad):
         return
     with lasting():
-        new: State = {}
-        if "exp_avg" not in state:
-            new = {"step": state.get("step", 0), "exp_avg": zeros_like(param), "exp_avg_sq": zeros_like(param)}
-        if amsgrad and "max_exp_avg_sq" not in state:
-            new["max_exp_avg_sq"] = zeros_like(param)
+        new: State = {"step": state.get("step", 0)}
+        for slot in SLOTS:
+            is_wanted = slot.option is None or (amsgrad and slot.option[0] == "amsgrad")
+            if slot.per == "element" and is_wanted and slot.name not in state:
+                new[slot.name] = zeros_like(param)
         state.update(new)
 
 
@@ -105,8 +114,8 @@ def ensure_row_steps(state: State, lead: tuple[int, ...]) -> None:
 
 
 def row_slots(state: State) -> list[str]:
-    """The keys of what this state holds for each row of its parameter."""
-    return [key for key in (*MOMENTS, "row_step") if isinstance(slot := state.get(key), Tensor) and slot.dim()]
+    """The names of what this state holds for each row of its parameter."""
+    return [name for name in _BY_ROW if isinstance(slot := state.get(name), Tensor) and slot.dim()]
 
 
 def misfit(state: State, param: Tensor) -> str | None:
@@ -153,11 +162,11 @@ def slot_misfit(state: State, param: Tensor) -> str | None:
 
 def missing(state: State) -> str | None:
     """What a state has without what belongs to it, or None."""
-    for key in MOMENTS:
-        if key in state:
-            for other in ("exp_avg", "exp_avg_sq", "step"):
+    for name in MOMENTS:
+        if name in state:
+            for other in _ALWAYS:
                 if other not in state:
-                    return f"has {key!r} but no {other!r}; expected both"
+                    return f"has {name!r} but no {other!r}; expected both"
     return None
 
 
@@ -198,7 +207,10 @@ def miscount(step: object) -> str | None:
 def set_count(state: State, count: int) -> None:
     """Write a Tensor ``step`` anew, in place while its dtype can hold the count."""
     step = state["step"]
-    if isinstance(step, Tensor) and step.is_floating_point() and count <= largest_count(step.dtype):
+    if isinstance(step, Tensor) and (
+        (step.dtype is torch.float32 and count <= _LARGEST_FLOAT32)
+        or (step.is_floating_point() and count <= largest_count(step.dtype))
+    ):
         step.fill_(count)
     else:
         state["step"] = count_tensor(count)

@@ -15,6 +15,7 @@ takes 1.8 µs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,37 +23,58 @@ from torch import Tensor
 
 from .._gradient import RowGradient
 from .._memory import has_memory, lost_memory
+from .._rules.adam import Scalars
 from .._state import FLOATS, State, described, slot_misfit
 
 _FLOATS, _INT64 = frozenset(FLOATS), torch.int64
 
 
-# Where p, m, v, amsgrad's maximum and the counts of rows begin in memory, and the dtypes of p and of its moments.
-# A plain tuple: one with names takes as long to make as a look at half a tensor.
-Addresses = tuple[int, int, int, int | None, int | None, torch.dtype, torch.dtype]
+# Where p, m, v, amsgrad's maximum and the counts of rows begin in memory (0 if there are none), and the dtypes of p and
+# of its moments. A plain tuple: one with names takes as long to make as a look at half a tensor.
+Addresses = tuple[int, int, int, int, int, torch.dtype, torch.dtype]
 
 
-class Operands(NamedTuple):
+class Notes(NamedTuple):
+    """What an update writes beside each row: the step at which it was up to date. Only ``admit_notes`` makes them."""
+
+    tensor: Tensor
+    """int32, one for each row."""
+    note: int
+    at: int
+    """0 if kernels cannot address them."""
+
+
+class RowUpdate(NamedTuple):
     """What has passed the gate: a table, its state and a gradient that belong together. Only ``admit`` makes them."""
 
     param: Tensor
     state: State
     gradient: RowGradient
+    scalars: Scalars
+    notes: Notes | None
     at: Addresses | None
     """None if kernels cannot address all of it."""
+    steps: int
+    """How many steps the parameter will have taken."""
 
 
 def admit(
-    param: Tensor, state: State, gradient: RowGradient, at: Addresses | None, *, amsgrad: bool, counted: bool
-) -> Operands:
-    """Raise unless these can be the operands of an update; ``at`` is what ``admit_state`` said of the first two.
-
-    ``amsgrad`` and ``counted`` say whether the state must have a maximum and counts per row.
-    """
-    _refuse_missing(state, amsgrad=amsgrad, counted=counted)
-    if counted:
+    param: Tensor,
+    state: State,
+    gradient: RowGradient,
+    at: Addresses | None,
+    scalars: Scalars,
+    notes: Notes | None = None,
+    steps: int = 0,
+) -> RowUpdate:
+    """Raise unless these can be the operands of an update; ``at`` is what ``admit_state`` said of the first two."""
+    if gradient.is_empty:  # nothing will be read or written
+        return RowUpdate(param, state, gradient, scalars, notes, None, steps)
+    _refuse_missing(state, amsgrad=scalars.amsgrad, counted=scalars.per_row)
+    if scalars.per_row:
         admit_counts(state, gradient.lead)
-    return Operands(param, state, gradient, at if admit_gradient(gradient) else None)
+    is_addressable = admit_gradient(gradient) and (notes is None or notes.at != 0)
+    return RowUpdate(param, state, gradient, scalars, notes, at if is_addressable else None, steps)
 
 
 def admit_state(param: Tensor, state: State) -> Addresses | None:
@@ -79,12 +101,12 @@ def admit_counts(state: State, lead: tuple[int, ...]) -> None:
         )
 
 
-def admit_table(param: Tensor, state: State, lead: tuple[int, ...], *, amsgrad: bool) -> Addresses | None:
+def admit_table(param: Tensor, state: State, lead: Sequence[int], *, amsgrad: bool) -> Addresses | None:
     """The same for a table whose rows run over ``lead``, and its moments."""
     shape = param.shape
     if shape[: len(lead)] != lead:
         raise ValueError(
-            f"the parameter has shape {tuple(shape)} now; expected rows over {lead}, as its state has; "
+            f"the parameter has shape {tuple(shape)} now; expected rows over {tuple(lead)}, as its state has; "
             "change the rows of a table with the optimizer's grow, keep_rows or permute_rows"
         )
     _refuse_missing(state, amsgrad=amsgrad, counted=False)
@@ -107,7 +129,7 @@ def _addresses(param: Tensor, state: State) -> Addresses | None:
             and v.untyped_storage().nbytes() >= size and (not v.storage_offset() or has_memory(v))
         ):  # fmt: skip
             return None
-        p_at, m_at, v_at, u_at, counts_at = param.data_ptr(), m.data_ptr(), v.data_ptr(), None, None
+        p_at, m_at, v_at, u_at, counts_at = param.data_ptr(), m.data_ptr(), v.data_ptr(), 0, 0
         if p_at == m_at or m_at == v_at or v_at == p_at:
             return None
         if "max_exp_avg_sq" in state:
@@ -144,24 +166,35 @@ def _refuse_missing(state: State, *, amsgrad: bool, counted: bool) -> None:
 
 def admit_gradient(gradient: RowGradient) -> bool:
     """Raise unless there is a row of values for each row number; tell whether kernels can address both."""
-    if gradient.is_addressable is None:  # one look is enough: nobody else has these tensors
-        gradient.is_addressable = _admit_gradient(gradient)
-    return gradient.is_addressable
+    if not gradient.is_admitted:  # one look is enough: nobody else has these tensors
+        gradient.at = _admit_gradient(gradient)
+        gradient.is_admitted = True
+    return gradient.at is not None
 
 
-def _admit_gradient(gradient: RowGradient) -> bool:
-    rows, values = gradient.rows, gradient.values
-    is_addressable = admit_rows(rows)
-    if values.shape != (rows.numel(), gradient.columns) or values.dtype not in _FLOATS:
+def _admit_gradient(gradient: RowGradient) -> tuple[int, ...] | None:
+    rows, values, columns = gradient.rows, gradient.values, gradient.columns
+    is_addressable, count = admit_rows(rows), rows.numel()
+    if values.shape != (count, columns) or values.dtype not in _FLOATS:
         raise ValueError(
             f"the gradient has values {described(values)} for row numbers {described(rows)}; expected a row of "
-            f"{gradient.columns} floating-point numbers for each"
+            f"{columns} floating-point numbers for each"
         )
     if not values.is_cpu or values.is_neg():
-        return False
+        return None
     if not has_memory(values):
         raise ValueError(lost_memory("the gradient's values", values))
-    return is_addressable
+    if not is_addressable or not columns:
+        return None
+    stride, width = values.stride()
+    if width != 1:  # kernels read whole rows
+        values = gradient.values = values.contiguous()
+        stride = columns
+    row_count = gradient.row_count
+    return (
+        rows.data_ptr(), count, row_count, values.data_ptr(), stride * values.itemsize, columns,
+        (count - 1).bit_length(), (row_count - 1).bit_length(),
+    )  # fmt: skip
 
 
 def admit_rows(rows: Tensor) -> bool:
@@ -175,12 +208,12 @@ def admit_rows(rows: Tensor) -> bool:
     return rows.is_contiguous()
 
 
-def admit_notes(since: Tensor, lead: tuple[int, ...]) -> bool:
-    """Raise unless there is a note for every row over ``lead``; tell whether kernels can address them."""
-    if since.shape != lead or since.dtype != torch.int32:
-        raise ValueError(f"the notes per row are {described(since)}; expected one int32 for each row over {lead}")
-    if not since.is_cpu:
-        return False
-    if not has_memory(since):
-        raise ValueError(lost_memory("the notes per row", since))
-    return since.is_contiguous()
+def admit_notes(notes: Tensor, lead: Sequence[int], note: int = 0) -> Notes:
+    """Raise unless there is a note for every row over ``lead``; ``note`` is what to write there."""
+    if notes.shape != lead or notes.dtype is not torch.int32:
+        raise ValueError(
+            f"the notes per row are {described(notes)}; expected one int32 for each row over {tuple(lead)}"
+        )
+    if notes.is_cpu and not has_memory(notes):
+        raise ValueError(lost_memory("the notes per row", notes))
+    return Notes(notes, note, notes.data_ptr() if notes.is_cpu and notes.is_contiguous() else 0)

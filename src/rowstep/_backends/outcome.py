@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 
 class Outcome:
     """Whether an update came to its end, and how many rows it left out."""
@@ -15,26 +17,25 @@ class Outcome:
     __slots__ = ("_skipped",)
 
     def __init__(self) -> None:
-        self._skipped: Any = _NOT_ENDED
+        self._skipped: Any = None
 
     def watch(self, skipped: Any) -> None:
-        """Look from now on at what each part of the update writes here when it has ended: how many rows it skipped."""
-        skipped.fill(-1)
+        """Look from now on at what each part of the update writes here when it has ended: how many rows it skipped.
+
+        Until then there are negative numbers.
+        """
         self._skipped = skipped
 
     def complete(self, skipped: int = 0) -> None:
         """Note that the update has ended."""
-        self._skipped = (skipped,)
+        self._skipped = np.array([skipped])
 
     @property
     def is_complete(self) -> bool:
         """Whether every row was updated. If not, none was."""
-        return bool(min(self._skipped) >= 0)
+        return self._skipped is not None and min(self._skipped.tolist()) >= 0
 
     @property
     def skipped(self) -> int:
         """How many rows were left out, of a complete update."""
-        return int(sum(self._skipped))
-
-
-_NOT_ENDED = (-1,)
+        return sum(self._skipped.tolist())

@@ -56,7 +56,7 @@ of every embedding lookup; whoever reads rows in another way says so with ``catc
 gradient for a row that was not up to date is an error, never a silent drift.
 """
 
+from .deferral import StaleRowsError
 from .optimizer import DeferredAdam, DeferredAdamW
-from .table import StaleRowsError
 
 __all__ = ["DeferredAdam", "DeferredAdamW", "StaleRowsError"]

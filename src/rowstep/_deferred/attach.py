@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from torch.utils.hooks import RemovableHandle
 
+from .._torch_internals import is_traced, is_wrapped, step_pre_hooks, untraced
+
 _HOOKS = "_rowstep_hooks"
 """Where a module has its hooks. Not annotated on the class: torch.jit.script would want to compile it."""
 
 
 class Owner(Protocol):
     """What the hooks need of the optimizer."""
-
-    _optimizer_step_pre_hooks: dict[int, Any]
 
     def bring_up_to_date(self, param: Tensor, ids: Tensor | None) -> None:
         """Bring these rows, or all of them, up to date, if the parameter is one whose rows wait."""
@@ -79,7 +79,7 @@ class _Hooks:
         if not isinstance(ids, Tensor):
             return
         # Which rows vmap will read cannot be seen here.
-        self._before_lookup_of(module, None if torch._C._functorch.is_functorch_wrapped_tensor(ids) else ids)
+        self._before_lookup_of(module, None if is_wrapped(ids) else ids)
 
     def _before_lookup_of(self, module: nn.Module, rows: Tensor | None) -> None:
         owner = self._owner()
@@ -126,16 +126,11 @@ class _Hooks:
 
 
 def _bring_up_to_date(owner: Owner, table: Tensor, rows: Tensor | None) -> None:
-    tracing = torch._C._get_tracing_state()
-    if tracing is None:
+    if not is_traced():
         owner.bring_up_to_date(table, rows)
         return
-    set_tracing = torch._C._set_tracing_state  # type: ignore[attr-defined]
-    set_tracing(None)  # what torch.jit.trace records is the model, and this is no part of it
-    try:
+    with untraced():  # what torch.jit.trace records is the model, and this is no part of it
         owner.bring_up_to_date(table, rows)
-    finally:
-        set_tracing(tracing)
 
 
 def _nobody() -> None:
@@ -247,7 +242,7 @@ class _AttachAtNextStep:
 
 
 def _attach_at_next_step(module: nn.Module, owner: Owner) -> None:
-    for hook in owner._optimizer_step_pre_hooks.values():
+    for hook in step_pre_hooks(owner):
         if isinstance(hook, _AttachAtNextStep):
             break
     else:

@@ -6,24 +6,25 @@ import contextlib
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT, StateDict
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import _backends
-from .._backends import Backend, Outcome, admit, admit_state, reference
-from .._gradient import by_first_dimension, outside_message, rows_of_first_dimension
-from .._optimizer import Group, RowOptimizer, Rows
+from .._backends import Backend, Notes, Outcome, RowUpdate, admit, admit_state, in_plain_torch
+from .._gradient import RowGradient, nonzero_rows, outside_message, rows_of_first_dimension
+from .._optimizer import RowOptimizer
 from .._options import check_learning_rate
-from .._rule import row_rule
-from .._schedule import check_betas
-from .._state import State, compute_dtype, count_tensor, ensure_moments, lasting, set_count
+from .._plan import DenseStep, Group, Plan, RowStep, refuse_outside
+from .._rules.adam import Scalars, scalars
+from .._schedule import Schedule, check_betas
+from .._state import State, count_tensor, ensure_moments, lasting, set_count
+from .._torch_internals import is_faked, without_modes
 from .attach import attach, reads_rows, tables_of
-from .table import Options, StaleRowsError, Table, is_only_traced
+from .deferral import Deferral, Options, StaleRowsError, new_schedule
 
 # A step's lr and weight decay.
 Rate = tuple[float | Tensor, float]
@@ -78,17 +79,17 @@ class DeferredAdam(RowOptimizer):
     def _construct(self, params: ParamsT | nn.Module, defaults: dict[str, Any], allow_stale: bool) -> None:
         self.allow_stale = allow_stale
         self._attached: list[nn.Module] = []
-        self._begin_tables()
+        self._begin_deferrals()
         super().__init__(params.parameters() if isinstance(params, nn.Module) else params, defaults)
         if isinstance(params, nn.Module):
             self._attach_all(params)
 
-    def _begin_tables(self) -> None:
-        self._tables: dict[Tensor, Table] = {}
+    def _begin_deferrals(self) -> None:
+        self._deferrals: dict[Tensor, Deferral] = {}
         self._kept_current: Counter[Tensor] = Counter()
         """How many ``up_to_date`` blocks want a parameter current at all times."""
         # A model may outlive its optimizer: whatever rows still wait then are brought up to date.
-        weakref.finalize(self, _flush_orphans, self._tables).atexit = False
+        weakref.finalize(self, _flush_orphans, self._deferrals).atexit = False
 
     def _check_group(self, group: Mapping[str, Any], where: str) -> None:
         super()._check_group(group, where)
@@ -123,25 +124,26 @@ class DeferredAdam(RowOptimizer):
                     self._attached.append(child)
         return found
 
-    @torch.no_grad()
     def catch_up(self, param: Tensor, ids: Tensor) -> None:
         """Bring the rows ``ids`` of ``param`` up to date, before a read that does not go through an attached module."""
-        self._group_of(param)
-        if is_only_traced(ids):
+        group = self._group_of(param)
+        if is_faked(ids):
             return
         with self._lock:
             self._finish_step()
             backend = _backends.chosen()
             row_count = math.prod(param.shape[:1])
-            rows = _numbers_of(ids, row_count).to(device=param.device, dtype=torch.int64).contiguous()
-            outside = backend.first_outside(rows, row_count)
+            rows = _numbers_of(ids, row_count, param.device)
+            deferral = self._deferrals.get(param)
+            if deferral is not None and deferral.is_under(self.state.get(param), param.dtype, _options(group)):
+                outside = deferral.catch_up(rows, backend)
+            else:
+                outside = backend.first_outside(rows, row_count)
+                if outside is None and deferral is not None:
+                    self._end(param, deferral, backend)
             if outside is not None:
                 raise IndexError(outside_message(outside, row_count).replace("the gradient has index", "ids has"))
-            table = self._table_of(param, backend)
-            if table is not None:
-                table.catch_up(rows, backend)
 
-    @torch.no_grad()
     def flush(self, param: Tensor | None = None) -> None:
         """Bring every row of ``param``, or of all parameters, up to date."""
         if param is not None:
@@ -149,10 +151,10 @@ class DeferredAdam(RowOptimizer):
         with self._lock:
             self._finish_step()
             backend = _backends.chosen()
-            for each in list(self._tables) if param is None else [param]:
-                table = self._table_of(each, backend)
-                if table is not None:
-                    table.flush(backend)
+            for each in list(self._deferrals) if param is None else [param]:
+                deferral = self._deferral_of(each, self._find_group(each), backend)
+                if deferral is not None:
+                    deferral.flush(backend)
 
     @contextlib.contextmanager
     def up_to_date(self, param: Tensor) -> Iterator[Tensor]:
@@ -171,7 +173,7 @@ class DeferredAdam(RowOptimizer):
 
         Invalid ids are left to the lookup itself, which has its own error message for them.
         """
-        if param not in self._tables:
+        if param not in self._deferrals:
             return
         if ids is None:
             self.flush(param)
@@ -188,78 +190,127 @@ class DeferredAdam(RowOptimizer):
         super()._check_again(group, where)
         _check_decay(group, where)  # for the lr of this step
 
-    def _as_rows(self, param: Tensor, grad: Tensor, state: State, group: Group) -> Rows | None:
-        if not grad.is_sparse:
-            return None
-        dtype = compute_dtype(param.dtype, state["exp_avg"].dtype if "exp_avg" in state else param.dtype, grad.dtype)
-        return Rows(param, rows_of_first_dimension(grad, dtype))
-
-    def _check_gradient(self, param: Tensor, grad: Tensor, item: Rows | None, group: Group, backend: Backend) -> None:
-        moment = self.state.get(param, {}).get("exp_avg", grad)
-        if item is None and moment.dtype != grad.dtype:  # torch's Adam would find out in the middle of its step
+    def _plan_parameter(
+        self, plan: Plan, param: Tensor, grad: Tensor, state: State, taken: int, backend: Backend
+    ) -> None:
+        at, deferral = admit_state(param, state), self._deferrals.get(param)
+        moment = state.get("exp_avg", grad)
+        gradient = rows_of_first_dimension(grad, param.dtype, moment.dtype) if grad.is_sparse else None
+        if gradient is None and moment.dtype != grad.dtype:  # torch's Adam would find out in the middle of its step
             raise TypeError(f"the gradient has dtype {grad.dtype}; expected that of its state, {moment.dtype}")
-        waiting = self._tables.get(param)
-        if waiting is not None and not self.allow_stale and waiting.lead == param.shape[:1]:
-            _check_up_to_date(waiting, grad, item, backend)
-        table = self._table_of(param, backend)
-        if table is not None and int(table.state["step"]) != table.step:
-            # Somebody has set the count: what waits ends with the old one, and this step goes on from the new.
-            table.flush(backend)
-            del self._tables[param]
+        count, notes = plan.count_after(param, taken), None
+        if deferral is not None and deferral.lead == param.shape[:1]:
+            notes = deferral.notes_for(count)
+            self._look_at(grad, gradient, notes, deferral, backend)
+        elif gradient is not None:
+            refuse_outside(gradient, backend)
+        if deferral is not None:
+            deferral = self._settled(param, deferral, plan.group, taken, backend)
+        if gradient is None:
+            plan.dense.append(DenseStep(param, grad))
+            return
+        step = RowStep(param, gradient, plan.scalars(count, True), count)
+        if deferral is not None:
+            step.update = admit(param, state, gradient, at, step.scalars, notes, count)
+        plan.rows.append(step)
 
-    def _step_rows(self, item: Rows, group: Group, backend: Backend) -> None:
-        param, gradient = item.param, item.gradient
-        table = self._tables.get(param) or self._make_table(param, gradient.lead)  # the first half has looked at it
-        if self.allow_stale:
-            table.catch_up(gradient.rows, backend)
-        step, rate = table.step + 1, _rate(group)
-        operands = item.operands
-        if operands is None:
-            at = admit_state(param, table.state)
-            operands = admit(param, table.state, gradient, at, amsgrad=group["amsgrad"], counted=False)
-
-        def update(outcome: Outcome) -> None:
-            rule = row_rule(
-                lr=group["lr"],
-                betas=group["betas"],
-                eps=group["eps"],
-                step=step,
-                maximize=group["maximize"],
-                weight_decay=group["weight_decay"],
-                decoupled_weight_decay=True,
-                amsgrad=group["amsgrad"],
-                per_row=False,
-                as_dense=True,
-                skip_nonfinite=False,
+    def _look_at(
+        self, grad: Tensor, gradient: RowGradient | None, notes: Notes, deferral: Deferral, backend: Backend
+    ) -> None:
+        """Raise if the gradient names a row that is not in the table, or one that was stale when it was read."""
+        if gradient is None and self.allow_stale:
+            return
+        gradient = gradient or nonzero_rows(grad)
+        outside, stale = backend.look_at(gradient, notes, deferral.schedule.step)
+        if outside is not None:
+            raise IndexError(outside_message(outside, deferral.row_count))
+        if stale and not self.allow_stale:
+            raise StaleRowsError(
+                f"{stale} of the gradient's {len(gradient.rows)} rows were not up to date when they were read; "
+                f"{_WAYS_OUT}"
             )
-            backend.update(operands, rule, outcome)
+
+    def _scalars(self, group: Group, count: int, as_dense: bool) -> Scalars:
+        return scalars(
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            step=count,
+            maximize=group["maximize"],
+            weight_decay=group["weight_decay"],
+            decoupled_weight_decay=True,
+            amsgrad=group["amsgrad"],
+            as_dense=True,
+        )
+
+    def _settled(
+        self, param: Tensor, deferral: Deferral, group: Group, taken: int, backend: Backend
+    ) -> Deferral | None:
+        """The deferral, if this step can go on with it; else what waits is settled, and it ends."""
+        # If somebody has set the count, what waits ends with the old one, and this step goes on from the new.
+        if taken == deferral.step and deferral.is_under(self.state.get(param), param.dtype, _options(group)):
+            return deferral
+        self._end(param, deferral, backend)
+        return None
+
+    def _begin_rows(self, step: RowStep, group: Group) -> RowUpdate:
+        """Begin to defer: every row is up to date now, with the steps that the parameter has taken so far."""
+        param, state = step.param, self.state[step.param]
+        with lasting():
+            _ensure_maximum(state, param, group)
+            if not isinstance(state["step"], Tensor):
+                state["step"] = count_tensor(state["step"])
+            deferral = self._deferrals.get(param)
+            if deferral is None:
+                schedule = self._schedule_at(step.count - 1, param.dtype, _options(group))
+                deferral = self._deferrals[param] = Deferral(
+                    param, state, step.gradient.lead, _options(group), schedule
+                )
+        at, notes = admit_state(param, state), deferral.notes_for(step.count)
+        return admit(param, state, step.gradient, at, step.scalars, notes, step.count)
+
+    def _schedule_at(self, taken: int, dtype: torch.dtype, options: Options) -> Schedule:
+        """A schedule for a parameter that has taken so many steps: that of another one, or its own."""
+        for other in self._deferrals.values():
+            if other.step == taken and not other.schedule.step and other.options == options and other.dtype == dtype:
+                return other.schedule.twin()
+        return new_schedule(options, dtype, taken)
+
+    def _counter(self, updates: Sequence[RowUpdate], group: Group, backend: Backend) -> Callable[[Outcome], None]:
+        rate = _rate(group)
+        deferrals = [self._deferrals[update.param] for update in updates]
+        if self.allow_stale:
+            for deferral, update in zip(deferrals, updates, strict=True):
+                deferral.catch_up(update.gradient.rows, backend)
 
         def count(outcome: Outcome) -> None:
-            self._count(table, step, gradient.rows, rate, backend)
+            for deferral, update in zip(deferrals, updates, strict=True):
+                self._count(deferral, update.steps, rate, backend)
 
-        self._whole_or_not_at_all(update, count, is_empty=gradient.is_empty)
+        return count
 
-    def _count(self, table: Table, step: int, rows: Tensor | None, rate: Rate, backend: Backend) -> None:
-        """Note that the parameter has taken its ``step``-th step; a second call changes nothing more."""
-        table.advance(step, rows, *rate, backend)
-        set_count(table.state, step)
-        if self._kept_current[table.param]:
-            table.flush(backend)
+    def _count(self, deferral: Deferral, count: int, rate: Rate, backend: Backend) -> None:
+        """Note that the parameter has taken its ``count``-th step; a second call changes nothing more."""
+        deferral.advance(count, *rate, backend)
+        set_count(deferral.state, count)
+        if self._kept_current and self._kept_current[deferral.param]:
+            deferral.flush(backend)
 
-    def _step_dense(self, items: list[tuple[Tensor, Tensor]], group: Group, backend: Backend) -> None:
-        tables = [self._tables[param] for param, _ in items if param in self._tables]
-        for table in tables:
-            table.flush(backend)
+    def _step_dense(self, steps: list[DenseStep], group: Group, backend: Backend) -> None:
+        deferrals = [self._deferrals[step.param] for step in steps if step.param in self._deferrals]
+        for deferral in deferrals:
+            deferral.flush(backend)
         rate = _rate(group)
 
         def count() -> None:
-            for table in tables:
-                if int(table.state["step"]) > table.step:
-                    self._count(table, table.step + 1, None, rate, backend)
+            for deferral in deferrals:
+                if int(deferral.state["step"]) > deferral.step:
+                    deferral.all_stepped()
+                    self._count(deferral, deferral.step + 1, rate, backend)
 
         self._unfinished = count
         try:
-            super()._step_dense(items, group, backend)
+            super()._step_dense(steps, group, backend)
             count()
         except BaseException:
             count()
@@ -267,43 +318,30 @@ class DeferredAdam(RowOptimizer):
             raise
         self._unfinished = None
 
-    def _make_table(self, param: Tensor, lead: tuple[int, ...]) -> Table:
-        """Begin to defer: every row is up to date now, with the steps that the parameter has taken so far."""
-        group, state = self._group_of(param), self.state[param]
-        with lasting():
-            _ensure_maximum(state, param, group)
-            if not isinstance(state["step"], Tensor):
-                state["step"] = count_tensor(state["step"])
-            table = self._tables[param] = Table(param, state, lead, _options(group), int(state["step"]))
-        return table
-
-    def _table_of(self, param: Tensor, backend: Backend) -> Table | None:
-        """The table of this parameter, if rows may wait under the state, the options and the dtype it has now."""
-        table = self._tables.get(param)
-        if table is None:
+    def _deferral_of(self, param: Tensor, group: Group | None, backend: Backend) -> Deferral | None:
+        """The deferral of this parameter, if rows may wait under the state, the options and the dtype it has now."""
+        deferral = self._deferrals.get(param)
+        if deferral is None:
             return None
-        if not table.is_of(self.state.get(param)):
-            # The state, or something in it, was cleared or replaced by hand. What waits, waits under the old one; of a
-            # table that has other rows now, nothing does.
-            if param.shape[:1] == table.lead:
-                table.flush(backend)
-        elif (
-            table.is_full
-            or table.dtype != param.dtype
-            or (group := self._find_group(param)) is None
-            or table.options != _options(group)
-        ):
-            table.flush(backend)
-        else:
-            return table
-        del self._tables[param]
+        if group is not None and deferral.is_under(self.state.get(param), param.dtype, _options(group)):
+            return deferral
+        self._end(param, deferral, backend)
         return None
+
+    def _end(self, param: Tensor, deferral: Deferral, backend: Backend) -> None:
+        """Bring every row up to date, under what it has waited under, and defer no more.
+
+        If the state, or something in it, was cleared or replaced by hand, and the table has other rows now, none waits.
+        """
+        if deferral.has_its_state(self.state.get(param)) or param.shape[:1] == deferral.lead:
+            deferral.flush(backend)
+        del self._deferrals[param]
 
     def _operate(self, param: Tensor, change: Callable[[State], None]) -> None:
         self._group_of(param)
         with self._lock:
             self.flush(param)
-            self._tables.pop(param, None)  # no row waits any more, and the next step begins another
+            self._deferrals.pop(param, None)  # no row waits any more, and the next step begins another
             super()._operate(param, change)
 
     # Copies and checkpoints
@@ -316,9 +354,11 @@ class DeferredAdam(RowOptimizer):
 
     def _loaded(self, given: StateDict) -> None:
         backend = _backends.chosen()
-        for param in list(self._tables):
-            self._table_of(param, backend)  # what waits under the state from before is settled, whatever was loaded
-        self._tables.clear()
+        for param in list(self._deferrals):
+            self._deferral_of(
+                param, self._find_group(param), backend
+            )  # what waits under the state from before is settled, whatever was loaded
+        self._deferrals.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
@@ -328,7 +368,7 @@ class DeferredAdam(RowOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_attached" in state:  # a copy or an unpickled optimizer, not a loaded state dict
-            self._begin_tables()
+            self._begin_deferrals()
             for module in self._attached:
                 attach(module, self)
 
@@ -358,25 +398,16 @@ class DeferredAdamW(DeferredAdam):
 
 
 @torch.no_grad()
-def _flush_orphans(tables: Mapping[Tensor, Table]) -> None:
+def _flush_orphans(deferrals: Mapping[Tensor, Deferral]) -> None:
     """Bring up to date what a dropped optimizer leaves behind.
 
     Garbage collection calls this, in the middle of anything: of a compilation, of a launch, of a trace. So it waits for
     no lock and compiles nothing, and takes the reference, in plain torch operations.
     """
-    with _disable_current_modes():
-        for table in tables.values():
+    with without_modes():
+        for deferral in deferrals.values():
             with contextlib.suppress(ValueError):  # the table was replaced by another: nothing waits in that one
-                table.flush(reference)
-
-
-def _check_up_to_date(table: Table, grad: Tensor, item: Rows | None, backend: Backend) -> None:
-    rows = item.gradient.rows if item is not None else by_first_dimension(grad).ne(0).any(dim=1).nonzero().view(-1)
-    stale = table.count_stale(rows, backend)
-    if stale:
-        raise StaleRowsError(
-            f"{stale} of the gradient's {len(rows)} rows were not up to date when they were read; {_WAYS_OUT}"
-        )
+                deferral.flush(in_plain_torch)
 
 
 def _ensure_maximum(state: State, param: Tensor, group: Group) -> None:
@@ -391,17 +422,19 @@ def _ensure_maximum(state: State, param: Tensor, group: Group) -> None:
         torch.maximum(largest, state["exp_avg_sq"] * group["betas"][1], out=largest)
 
 
-def _numbers_of(ids: Tensor, row_count: int) -> Tensor:
+def _numbers_of(ids: Tensor, row_count: int, device: torch.device) -> Tensor:
     """Row numbers from ids of any shape, or from a mask over all rows."""
+    if type(ids) is Tensor and ids.dtype is torch.int64 and ids.dim() == 1 and ids.is_cpu and device.type == "cpu":
+        return ids.contiguous()  # by far the most frequent
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex():
         found = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
         raise TypeError(f"ids are {found}; expected a tensor of integers, or a mask of booleans")
-    ids = ids.detach().reshape(-1)
-    if ids.dtype != torch.bool:
-        return ids
-    if len(ids) != row_count:
-        raise ValueError(f"the mask has {len(ids)} entries; expected one for each of the {row_count} rows")
-    return ids.nonzero().view(-1)
+    numbers = ids.detach().reshape(-1)
+    if numbers.dtype == torch.bool:
+        if len(numbers) != row_count:
+            raise ValueError(f"the mask has {len(numbers)} entries; expected one for each of the {row_count} rows")
+        numbers = numbers.nonzero().view(-1)
+    return numbers.to(device=device, dtype=torch.int64).contiguous()
 
 
 def _options(group: Group) -> Options:

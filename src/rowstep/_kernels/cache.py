@@ -6,8 +6,7 @@ does not notice a change in a file that a kernel only calls into. Here each kern
 everything it was made of, written in one go, with a checksum in front. What cannot be read is compiled; what cannot be
 saved is used all the same, and one warning says why it was not saved.
 
-This is the one file that knows how Numba talks to a cache: ``Dispatcher._cache`` and its methods,
-``CompileResult._reduce`` and ``_rebuild``, ``magic_tuple``. With a future Numba that lacks one of them, every process
+How Numba talks to a cache is written in ``internals``. With a future Numba that does it in another way, every process
 compiles its kernels.
 """
 
@@ -16,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import pickle
 import sys
 import uuid
 import warnings
@@ -25,16 +23,14 @@ from typing import Any
 
 import llvmlite
 import numba
-from numba import njit
-from numba.core import config
-from numba.misc.appdirs import user_cache_dir
+from numba import config, njit
 
-from .bits import SEMANTICS
+from . import SEMANTICS, internals
 
 _HERE = Path(__file__).parent
 
-# What a kernel is made of. `catch_up` takes constants from the schedule.
-SOURCES = (*sorted(_HERE.glob("*.py")), _HERE.parent / "_schedule.py")
+# What a kernel is made of: also the text of the rule, and constants of the schedule.
+SOURCES = (*sorted(_HERE.glob("*.py")), _HERE.parent / "_schedule.py", _HERE.parent / "_rules" / "adam.py")
 
 _CHECKSUM = hashlib.sha256
 _CHECKSUM_SIZE = _CHECKSUM().digest_size
@@ -45,7 +41,7 @@ _has_warned = False
 def kernel(function: Any) -> Any:
     """Compile this function for what Python calls it with, at its first call, and keep the result on disk."""
     dispatcher = njit(**SEMANTICS)(function)
-    dispatcher._cache = KernelCache(function)
+    internals.set_cache(dispatcher, KernelCache(function))
     return dispatcher
 
 
@@ -54,7 +50,7 @@ def directories() -> list[Path]:
     own_name = "rowstep-" + hashlib.sha256(str(_HERE).encode()).hexdigest()[:16]
     if config.CACHE_DIR:
         return [Path(config.CACHE_DIR) / own_name]
-    users = Path(user_cache_dir("numba", False))
+    users = Path(internals.user_cache_dir("numba", False))
     # Without a home directory its name begins with "~".
     return [_HERE / "__pycache__", *([users / own_name] if users.is_absolute() else [])]
 
@@ -107,7 +103,7 @@ class KernelCache:
 
     def _file_name(self, signature: Any, codegen: Any) -> str:
         # Numba asks with types alone, or with a signature when one kernel calls another.
-        key = repr((getattr(signature, "args", signature), codegen.magic_tuple())).encode()
+        key = repr((getattr(signature, "args", signature), internals.processor(codegen))).encode()
         return f"{self._name}-{_versions()}-{hashlib.sha256(key).hexdigest()[:24]}.nbc"
 
     def _remove_older(self, directory: Path) -> None:
@@ -132,20 +128,14 @@ def _versions() -> str:
 
 
 def _packed(compiled: Any) -> bytes:
-    from numba.core.serialize import dumps
-
-    if compiled.lifted or compiled.library.has_dynamic_globals:
-        raise ValueError("a kernel depends on addresses of this process")
-    content = dumps(compiled._reduce())
+    content = internals.packed(compiled)
     return _CHECKSUM(content).digest() + content
 
 
 def _unpacked(content: bytes, target_context: Any) -> Any:
-    from numba.core.compiler import CompileResult
-
     if _CHECKSUM(content[_CHECKSUM_SIZE:]).digest() != content[:_CHECKSUM_SIZE]:
         raise ValueError("the checksum is wrong")
-    return CompileResult._rebuild(target_context, *pickle.loads(content[_CHECKSUM_SIZE:]))
+    return internals.unpacked(content[_CHECKSUM_SIZE:], target_context)
 
 
 def _write(directory: Path, name: str, content: bytes) -> None:

@@ -11,113 +11,145 @@ import math
 import numpy as np
 from numba import njit
 
-from .._schedule import COLUMNS, DUST_OF_EPS, EBAR, M0, M2, M3, M4, M5, SAFE
-from .bits import INLINE, address_of, borrowed, ids_at, narrow, optional_row_at, prefetch, row_at, widen
+from .._schedule import (
+    BETA1_POWERS_AT,
+    BETA2_POWERS_AT,
+    CAPACITY,
+    COLUMNS,
+    DECAYED_AT,
+    DUST_OF_EPS,
+    EBAR,
+    EPS,
+    FROZEN_AT,
+    GROWTH,
+    LENGTH,
+    M0,
+    M2,
+    M3,
+    M4,
+    M5,
+    RATE_AT,
+    RATIO,
+    ROOT_AT,
+    SAFE,
+    SCALARS,
+    STEP,
+    WINDOW_AT,
+)
+from . import INLINE
 from .cache import kernel
-from .parallel import call_for_parts
+from .floats import narrow, widen
+from .memory import address_of, borrowed, float64s_at, int32s_at, int64s_at, optional_row_at, prefetch, row_at
+from .pool import OverThreads
+from .walk import first_outside
 
 _ROWS_AHEAD = 8
-_SINCE_AHEAD = 32
+_NOTES_AHEAD = 32
 
 
 @kernel
-def catch_up_ids(
-    part, scratch, ids_from, count, since, p_at, m_at, v_at, u_at, p_like, m_like, columns,
-    step, window, frozen, rate, root, decayed, beta1_powers, beta2_powers, ratio, growth, eps,
-):  # fmt: skip
-    """Bring the rows up to date that ``count`` ids name, and that belong to this part of the work."""
-    ids = ids_at(ids_from, count)
-    parts = scratch.shape[0]
-    p_bytes, m_bytes = columns * p_like.itemsize, columns * m_like.itemsize
-    since_at = address_of(since)
+def catch_up_ids_part(
+    part,
+    scratch,
+    ids_at,
+    count,
+    row_count,
+    notes_at,
+    p_at,
+    m_at,
+    v_at,
+    u_at,
+    columns,
+    schedule,
+    p_like,
+    m_like,
+    amsgrad,
+):
+    """Bring the rows up to date that ``count`` ids name, and that belong to this part of the work.
+
+    If an id is outside the table, nothing is done; its position is returned, and else -1.
+    """
+    position = first_outside(ids_at, count, row_count)
+    if position >= 0:
+        return position
+    ids = int64s_at(ids_at, count)
+    parts, notes, step = scratch.shape[0] // 2, int32s_at(notes_at, row_count), schedule[STEP]
     sums, roots = scratch_rows(scratch, part)
-    since, p_like, m_like = borrowed(since), borrowed(p_like), borrowed(m_like)
-    schedule = (
-        step, borrowed(window), borrowed(frozen), borrowed(rate), borrowed(root), borrowed(decayed),
-        borrowed(beta1_powers), borrowed(beta2_powers), ratio, growth, eps,
-    )  # fmt: skip
+    p_like, m_like, schedule = borrowed(p_like), borrowed(m_like), borrowed(schedule)
+    p_bytes, m_bytes = columns * p_like.itemsize, columns * m_like.itemsize
+    places = (p_at, m_at, v_at, u_at, columns, p_like, m_like)
     for position in range(ids.size):
-        if position + _SINCE_AHEAD < ids.size:
-            prefetch(since_at + ids[position + _SINCE_AHEAD] * since.itemsize, 1)
+        if position + _NOTES_AHEAD < ids.size:
+            prefetch(notes_at + ids[position + _NOTES_AHEAD] * 4, 1)
         if position + _ROWS_AHEAD < ids.size:
             ahead = ids[position + _ROWS_AHEAD]
-            if since[ahead] != step and ahead % parts == part:
+            if notes[ahead] < step and ahead % parts == part:
                 prefetch(p_at + ahead * p_bytes, p_bytes)
                 prefetch(m_at + ahead * m_bytes, m_bytes)
                 prefetch(v_at + ahead * m_bytes, m_bytes)
         row = ids[position]
-        if row % parts == part and since[row] != step:
-            catch_up_row(row, sums, roots, since, p_at, m_at, v_at, u_at, p_like, m_like, columns, schedule)
+        if row % parts == part and notes[row] < step:
+            catch_up_row(row, sums, roots, notes, places, schedule, amsgrad)
+    return -1
 
 
 @kernel
-def catch_up_range(
-    part, scratch, first, last, since, p_at, m_at, v_at, u_at, p_like, m_like, columns,
-    step, window, frozen, rate, root, decayed, beta1_powers, beta2_powers, ratio, growth, eps,
+def catch_up_range_part(
+    part, scratch, first, last,
+    row_count, notes_at, p_at, m_at, v_at, u_at, columns, schedule, p_like, m_like, amsgrad,
 ):  # fmt: skip
     """Bring those of the rows first..last-1 up to date that belong to this part of the work."""
-    parts = scratch.shape[0]
+    parts, notes, step = scratch.shape[0] // 2, int32s_at(notes_at, row_count), schedule[STEP]
     start, stop = first + (last - first) * part // parts, first + (last - first) * (part + 1) // parts
     sums, roots = scratch_rows(scratch, part)
-    since, p_like, m_like = borrowed(since), borrowed(p_like), borrowed(m_like)
-    schedule = (
-        step, borrowed(window), borrowed(frozen), borrowed(rate), borrowed(root), borrowed(decayed),
-        borrowed(beta1_powers), borrowed(beta2_powers), ratio, growth, eps,
-    )  # fmt: skip
+    p_like, m_like, schedule = borrowed(p_like), borrowed(m_like), borrowed(schedule)
+    places = (p_at, m_at, v_at, u_at, columns, p_like, m_like)
     for row in range(start, stop):
-        if since[row] != step:
-            catch_up_row(row, sums, roots, since, p_at, m_at, v_at, u_at, p_like, m_like, columns, schedule)
+        if notes[row] < step:  # it may be ahead, in a step that is made and not counted yet
+            catch_up_row(row, sums, roots, notes, places, schedule, amsgrad)
 
 
-@kernel
-def catch_up_ids_parallel(pool, threads, scratch, *arguments):
-    """``catch_up_ids`` for every part that there is scratch memory for."""
-    call_for_parts(pool, threads, scratch.shape[0], catch_up_ids, (scratch, *arguments))
-
-
-@kernel
-def catch_up_range_parallel(pool, threads, scratch, *arguments):
-    """``catch_up_range`` for every part that there is scratch memory for."""
-    call_for_parts(pool, threads, scratch.shape[0], catch_up_range, (scratch, *arguments))
+catch_up_ids, catch_up_range = OverThreads(catch_up_ids_part), OverThreads(catch_up_range_part)
 
 
 @njit(**INLINE)
 def scratch_rows(scratch, part):
     """The two rows of scratch memory that belong to this part."""
-    columns = scratch.shape[2]
+    columns = scratch.shape[1]
     start, size = address_of(scratch) + 2 * part * columns * scratch.itemsize, columns * scratch.itemsize
     return row_at(start, columns, scratch), row_at(start + size, columns, scratch)
 
 
 @njit(**INLINE)
-def catch_up_row(row, sums, roots, since, p_at, m_at, v_at, u_at, p_like, m_like, columns, schedule):
+def catch_up_row(row, sums, roots, notes, places, schedule, amsgrad):
     """Take all the steps that this row has missed."""
-    step, window, frozen, rate, root, decayed, beta1_powers, beta2_powers, ratio, growth, eps = schedule
-    capacity, length = rate.size, window.shape[0] - 1
-    start = np.int64(since[row])
+    p_at, m_at, v_at, u_at, columns, p_like, m_like = places
+    step, length, capacity = schedule[STEP], schedule[LENGTH], schedule[CAPACITY]
+    decayed = float64s_at(schedule[DECAYED_AT], capacity)
+    eps = float64s_at(address_of(schedule) + SCALARS * 8, 3)[EPS]
+    start = np.int64(notes[row])
     gap = step - start
-    since[row] = step
+    notes[row] = step
     now = decayed[step % capacity]
     kept, aged = math.exp(now - decayed[start % capacity]), 1.0
     if gap <= length:
-        terms = row_at(address_of(window) + gap * COLUMNS * 8, COLUMNS, window)
+        terms = float64s_at(schedule[WINDOW_AT] + gap * COLUMNS * 8, COLUMNS)
     else:
-        terms = row_at(address_of(frozen) + start % capacity * COLUMNS * 8, COLUMNS, frozen)
+        terms = float64s_at(schedule[FROZEN_AT] + start % capacity * COLUMNS * 8, COLUMNS)
         aged = math.exp(now - decayed[(start + length) % capacity])
     p = row_at(p_at + row * columns * p_like.itemsize, columns, p_like)
     m = row_at(m_at + row * columns * m_like.itemsize, columns, m_like)
     v = row_at(v_at + row * columns * m_like.itemsize, columns, m_like)
-    beta1_power, beta1_rest = factors(beta1_powers[gap], sums)
-    beta2_power, beta2_rest = factors(beta2_powers[gap], sums)
+    beta1_power, beta1_rest = factors(float64s_at(schedule[BETA1_POWERS_AT], capacity + 1)[gap], sums)
+    beta2_power, beta2_rest = factors(float64s_at(schedule[BETA2_POWERS_AT], capacity + 1)[gap], sums)
     dust = sums.dtype.type(min(smallest_normal(sums), eps * DUST_OF_EPS))
     # Under amsgrad the largest second moment divides, and it does not decay. Without it u is None, and not v under
     # another name: LLVM would find the two overlap and fall back to one number at a time (315 ns a row, not 60).
-    u = optional_row_at(u_at, row * columns * m_like.itemsize, columns, m_like)
+    u = optional_row_at(amsgrad, u_at + row * columns * m_like.itemsize, columns, m_like)
     if is_safe(m, v, u, terms[SAFE], sums):
         stride_by_series(p, m, v, u, sums, terms, aged, kept, beta1_power, beta2_power, dust)
     else:
-        count = min(gap, length)
-        sum_moves(sums, roots, m, v, u, step, start, count, rate, root, decayed, ratio, growth, eps)
+        sum_moves(sums, roots, m, v, u, start, min(gap, length), schedule)
         stride_by_sums(p, m, v, sums, kept, beta1_power, beta2_power, dust)
     if beta1_rest != 1 or beta2_rest != 1:
         decay_again(m, v, beta1_rest, beta2_rest, dust, sums)
@@ -163,13 +195,16 @@ def stride_by_series(p, m, v, u, like, terms, aged, kept, beta1_power, beta2_pow
 
 
 @njit(**INLINE)
-def sum_moves(sums, roots, m, v, u, step, start, count, rate, root, decayed, ratio, growth, eps):
+def sum_moves(sums, roots, m, v, u, start, count, schedule):
     """The moves one by one: where the series is not good enough. Here too e is never 0 and m is divided first."""
-    number = sums.dtype.type
+    number, step, capacity = sums.dtype.type, schedule[STEP], schedule[CAPACITY]
+    rate, root = float64s_at(schedule[RATE_AT], capacity), float64s_at(schedule[ROOT_AT], capacity)
+    decayed = float64s_at(schedule[DECAYED_AT], capacity)
+    scalars = float64s_at(address_of(schedule) + SCALARS * 8, 3)
+    ratio, growth, eps = scalars[RATIO], scalars[GROWTH], scalars[EPS]
     for c in range(sums.size):
         sums[c] = number(0)
         roots[c] = math.sqrt(divisor(v, u, c, sums))
-    capacity = rate.size
     for j in range(1, count + 1):
         slot = (start + j) % capacity
         weight = number(rate[slot] * math.exp(decayed[step % capacity] - decayed[slot]) * ratio**j)
@@ -226,16 +261,12 @@ def decay_again(m, v, beta1_power, beta2_power, dust, like):
 
 
 @kernel
-def count_stale(since, rows_at, count, step):
-    """How many of these row numbers name a row that is not up to date."""
-    stale = 0
-    for row in ids_at(rows_at, count):
-        stale += since[row] != step
-    return stale
-
-
-@kernel
-def mark(since, rows_at, count, step):
-    """Note that these rows are up to date at this step."""
-    for row in ids_at(rows_at, count):
-        since[row] = step
+def look_at_ids(ids_at, count, row_count, notes_at, step):
+    """The position of the first id that is not in the table, or else -1 - n if n of them name a row that waits."""
+    position = first_outside(ids_at, count, row_count)
+    if position >= 0:
+        return position
+    notes, stale = int32s_at(notes_at, row_count), 0
+    for row in int64s_at(ids_at, count):
+        stale += notes[row] < step
+    return -1 - stale

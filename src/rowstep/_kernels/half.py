@@ -11,6 +11,8 @@ from typing import Any
 
 from llvmlite import ir
 
+from . import internals
+
 _I16, _I32, _FLOAT = ir.IntType(16), ir.IntType(32), ir.FloatType()
 
 _INFINITY = 0x7C00
@@ -41,7 +43,7 @@ def has_instructions(context: Any) -> bool:
 
     A cached kernel is looked up by the processor's name and features, so it never meets a processor that lacks them.
     """
-    triple, _, features = context.codegen().magic_tuple()
+    triple, _, features = internals.processor(context.codegen())
     return triple.startswith(("aarch64", "arm64")) or "+f16c" in features.split(",")
 
 

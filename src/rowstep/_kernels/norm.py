@@ -1,4 +1,4 @@
-"""The norm of a row gradient, duplicates combined: the update's grouping, with nothing written but the sums."""
+"""A visit of the walk: the norm of a gradient, duplicates combined. Nothing is written but the sums."""
 
 from __future__ import annotations
 
@@ -7,47 +7,44 @@ import math
 import numpy as np
 from numba import njit
 
-from .adam import group_part, summed_gradient
-from .bits import CACHE_LINE, INLINE, borrowed, ids_at
+from . import INLINE
 from .cache import kernel
-from .group import next_row_start, split
-from .parallel import call_for_parts
+from .memory import address_of, borrowed
+from .pool import OverThreads
+from .walk import JOB_WORDS, ask_for_nothing, over_gradient, piece_of
 
 
 @kernel
-def norm_part(
-    part, power, sums, totals, bounds, rows_at, count, shift, row_bits, keys, spare, g_at, g_stride, g_like, columns
-):
+def norm_part(part, totals, sums, power, jobs, pieces, keys_at, spare_at, g_like):
     """Leave in ``sums[part]`` the sum of |g|^power over the rows of this part, or the largest |g| for power = inf."""
-    keys, last, total = group_part(part, totals, bounds, rows_at, count, shift, row_bits, keys, spare, columns)
-    g_like = borrowed(g_like)
-    g_bytes = columns * g_like.itemsize
-    ahead = (last, g_at, g_bytes, 64 // (g_bytes // CACHE_LINE + 1) + 1, 0, 0, 0, 0, 0, 1)
+    total_at = address_of(totals) + part * totals.shape[1] * totals.itemsize
+    like, g_like, jobs, pieces = borrowed(totals), borrowed(g_like), borrowed(jobs), borrowed(pieces)
+    first, last = (0, jobs.size // JOB_WORDS) if pieces.size == 0 else (pieces[1 + part], pieces[2 + part])
     result = 0.0
-    here = np.int64(0)
-    while here < last:
-        end = next_row_start(keys, last, here + 1, np.uint64(shift))
-        g = summed_gradient(keys, here, end, np.uint64(shift), g_at, g_stride, g_like, total, ahead)
-        if power == 2.0:
-            result += sum_of_squares(g)
-        elif power == math.inf:
-            for c in range(g.size):
-                # Written so that a NaN, once seen, stays.
-                result = result if result >= abs(g[c]) or result != result else np.float64(abs(g[c]))
-        else:
-            for c in range(g.size):
-                result += np.float64(abs(g[c])) ** power if g[c] != 0 else 0.0
-        here = end
+    for number in range(first, last):
+        job, low, high, keys_from = piece_of(number, jobs, pieces)
+        result = over_gradient(
+            job, low, high, keys_from, keys_at, spare_at, total_at, like, g_like,
+            1, ask_for_nothing, add_row, power, result,
+        )  # fmt: skip
     sums[part] = result
 
 
-@kernel
-def norm_parallel(pool, threads, power, sums, totals, bounds, rows_at, count, shift, row_bits, *arguments):
-    """``norm_part`` for every part that there is a row of ``totals`` for."""
-    parts = totals.shape[0]
-    split(ids_at(rows_at, count), row_bits, parts, bounds)
-    rest = (power, sums, totals, bounds, rows_at, count, shift, row_bits, *arguments)
-    call_for_parts(pool, threads, parts, norm_part, rest)
+norm = OverThreads(norm_part)
+
+
+@njit(**INLINE)
+def add_row(row, g, power, result):
+    if power == 2.0:
+        return result + sum_of_squares(g)
+    if power == math.inf:
+        for c in range(g.size):
+            # Written so that a NaN, once seen, stays.
+            result = result if result >= abs(g[c]) or result != result else np.float64(abs(g[c]))
+        return result
+    for c in range(g.size):
+        result += np.float64(abs(g[c])) ** power if g[c] != 0 else 0.0
+    return result
 
 
 @njit(**INLINE)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .._rule import Rule, row_rule
+from .._rules.adam import Scalars, scalars
 from . import _backend, _files
 from ._operands import (
     FLOATS,
@@ -80,7 +80,7 @@ class Adam:
         refuse_shared_memory(name, p, g, same_allowed=True)
         backend = _backend.chosen()
         m, v = self._moments_of(name, p)
-        backend.step(p, m, v, g, self._rule())
+        backend.step(p, m, v, g, self._scalars())
 
     def step_rows(self, name: str, param: NDArray[Any], rows: ArrayLike, grad: ArrayLike) -> None:
         """Step these rows of ``param``, along its first axis, and their moments in place. No other row changes.
@@ -96,7 +96,7 @@ class Adam:
         m, v = self._moments_of(name, p)
         if g.size:
             g = g.reshape(numbers.size, *p.shape[1:])
-            backend.step_rows(p, m, v, numbers.reshape(-1), g, self._rule())
+            backend.step_rows(p, m, v, numbers.reshape(-1), g, self._scalars())
 
     def state_dict(self) -> dict[str, Any]:
         """The state, for ``load_state_dict``. The arrays are the optimizer's own, not copies."""
@@ -126,8 +126,8 @@ class Adam:
         except (TypeError, ValueError) as error:
             raise ValueError(f"{os.fspath(path)} cannot be loaded: {error}") from error
 
-    def _rule(self) -> Rule:
-        return row_rule(
+    def _scalars(self) -> Scalars:
+        return scalars(
             lr=self.lr,
             betas=self.betas,
             eps=self.eps,

@@ -10,16 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._choice import choose
-from .._rule import Rule
+from .._rules.adam import Scalars
 from ._operands import FloatArray
 
 
 class Backend(Protocol):
     """What an implementation offers. Operands have been checked; the moments have the parameter's shape and dtype."""
 
-    def step(self, p: FloatArray, m: FloatArray, v: FloatArray, g: FloatArray, rule: Rule) -> None: ...
+    def step(self, p: FloatArray, m: FloatArray, v: FloatArray, g: FloatArray, scalars: Scalars) -> None: ...
     def step_rows(
-        self, p: FloatArray, m: FloatArray, v: FloatArray, rows: NDArray[np.int64], g: FloatArray, rule: Rule
+        self, p: FloatArray, m: FloatArray, v: FloatArray, rows: NDArray[np.int64], g: FloatArray, scalars: Scalars
     ) -> None: ...
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .._kernels import adam, dense
-from .._kernels.launch import PARALLEL_FROM_BYTES, workspace
-from .._kernels.parallel import launch, numba_threads
-from .._rule import Rule
+from .._kernels import update as kernels
+from .._kernels import walk
+from .._kernels.pool import numba_threads
+from .._kernels.workspace import PARALLEL_FROM_BYTES, shared_work, workspace
+from .._rules.adam import Scalars
 from . import _reference
 from ._operands import FloatArray
 
@@ -23,7 +24,7 @@ _READ: Any = ["readonly", "contig", "aligned", "nbo"]
 _WRITE: Any = ["readwrite", "contig", "aligned", "nbo"]
 
 
-def step(p: FloatArray, m: FloatArray, v: FloatArray, g: FloatArray, rule: Rule) -> None:
+def step(p: FloatArray, m: FloatArray, v: FloatArray, g: FloatArray, scalars: Scalars) -> None:
     """Step every element of ``p``, in place."""
     # Where all four lie in memory in the same order there is one block, the arrays themselves. What a kernel cannot
     # read as it lies, NumPy brings through its buffers, 8192 elements at a time.
@@ -35,52 +36,50 @@ def step(p: FloatArray, m: FloatArray, v: FloatArray, g: FloatArray, rule: Rule)
     with blocks:
         for block in blocks:
             threads = _threads_for(block[3])
-            scalars = (rule.beta1, rule.beta2, rule.eps, rule.step_size, rule.shrink, rule.decay)
-            arguments = (workspace.totals(threads, _BLOCK, np.float64), *map(_bits, block), *scalars)
-            if threads == 1:
-                dense.step_part(0, *arguments)
-            else:
-                launch(dense.step_parallel, threads, *arguments)
+            totals, numbers = workspace.totals(threads, _BLOCK, np.float64), _numbers(scalars)
+            kernels.step(threads, totals, *map(_bits, block), *numbers, scalars.shrink, scalars.decay)
 
 
-def step_rows(p: FloatArray, m: FloatArray, v: FloatArray, rows: NDArray[np.int64], g: FloatArray, rule: Rule) -> None:
+def step_rows(
+    p: FloatArray, m: FloatArray, v: FloatArray, rows: NDArray[np.int64], g: FloatArray, scalars: Scalars
+) -> None:
     """Step the rows of ``p`` that ``rows`` names, in place. Duplicates are added in order of occurrence."""
     if not (p.flags.c_contiguous and p.flags.aligned and p.dtype.isnative):
-        _reference.step_rows(p, m, v, rows, g, rule)
+        _reference.step_rows(p, m, v, rows, g, scalars)
         return
     columns = math.prod(p.shape[1:])
     g = _addressable(g.reshape(len(rows), columns))
     threads = _threads_for(g)
-    bounds = workspace.bounds(threads)
-    arguments = (
+    job = np.zeros(walk.JOB_WORDS, np.int64)
+    bits = (len(rows) - 1).bit_length(), (len(p) - 1).bit_length()
+    job[:8] = rows.ctypes.data, len(rows), len(p), g.ctypes.data, g.strides[0], columns, *bits
+    job[kernels.P_AT : kernels.V_AT + 1] = p.ctypes.data, m.ctypes.data, v.ctypes.data
+    job[kernels.SCALARS :].view(np.float64)[:6] = *_numbers(scalars), scalars.shrink or 0, scalars.decay or 0
+    pieces, keys = shared_work(job, threads, len(rows))
+    kernels.update(
+        threads,
         workspace.totals(threads, columns, np.float64),
-        bounds,
-        *workspace.grouping(rows.ctypes.data, len(rows), len(p), threads),
-        p.ctypes.data,
-        m.ctypes.data,
-        v.ctypes.data,
-        None,  # amsgrad's maximum
-        None,  # counts of each row's steps
-        g.ctypes.data,
-        g.strides[0],
+        np.empty(threads, np.int64),
+        job,
+        pieces,
+        keys.at,
+        keys.spare_at,
         _like(p),
         _like(m),
         _like(g),
-        columns,
-        rule.beta1,
-        rule.beta2,
-        rule.eps,
-        rule.step_size,
+        None,  # amsgrad's maximum
+        None,  # counts of each row's steps
+        None,  # notes beside each row
         None,  # maximize
-        rule.shrink,
-        rule.decay,
+        None if scalars.shrink is None else True,
+        None if scalars.decay is None else True,
         True,  # torch.optim.Adam's rule
         None,  # rows skipped that are not finite
     )
-    if threads == 1:
-        adam.update_part(0, *arguments)
-    else:
-        launch(adam.update_parallel, threads, *arguments)
+
+
+def _numbers(scalars: Scalars) -> tuple[float, float, float, float]:
+    return scalars.beta1, scalars.beta2, scalars.eps, scalars.step_size
 
 
 def _threads_for(grad: FloatArray) -> int:
@@ -88,7 +87,7 @@ def _threads_for(grad: FloatArray) -> int:
 
 
 def _bits(array: FloatArray) -> NDArray[Any]:
-    """Numba has no float16: its bits travel as integers, see _kernels/bits.py."""
+    """Numba has no float16: its bits travel as integers, see _kernels/floats.py."""
     return array.view(np.int16) if array.dtype == np.float16 else array
 
 

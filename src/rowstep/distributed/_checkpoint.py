@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -116,7 +116,7 @@ class _Planner(DefaultLoadPlanner):
             # A step counts as an int or as a Tensor, depending on the class that wrote it: take what there is.
             if isinstance(written, TensorStorageMetadata) and isinstance(value, (int, float)):
                 self.state_dict[key] = torch.zeros(written.size, dtype=written.properties.dtype)
-                set_element(self.original_state_dict, self.mappings[key], self.state_dict[key])
+                _put(self.original_state_dict, self.mappings[key], self.state_dict[key])
         for key in [key for key in self.state_dict if key.endswith(".exp_avg")]:
             self._match_slots(_place(key), metadata)
 
@@ -141,10 +141,10 @@ class _Planner(DefaultLoadPlanner):
             if key not in self.state_dict and isinstance(written, TensorStorageMetadata):
                 self.state_dict[key] = _zeros_beside(self.state_dict[beside], written)
                 self.mappings[key] = path
-                set_element(self.original_state_dict, path, self.state_dict[key])
+                _put(self.original_state_dict, path, self.state_dict[key])
             elif name == "row_step" and key in self.state_dict and written is None and not self.allow_partial_load:
                 # Whoever wrote this did not count rows. Without counts, they begin with the history of the moments.
-                set_element(self.original_state_dict, path, torch.zeros_like(self.state_dict.pop(key)))
+                _put(self.original_state_dict, path, torch.zeros_like(self.state_dict.pop(key)))
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
@@ -224,3 +224,11 @@ def _local_block(value: Tensor) -> tuple[Tensor, range]:
         return value.detach(), range(len(value))
     mesh = value.device_mesh
     return value.to_local().detach(), Blocks(len(value), mesh.size()).of(mesh.get_local_rank())
+
+
+def _put(nested: Any, path: Sequence[Any], value: object) -> None:
+    """Set an element of nested dicts and lists. A dict that is missing on the way is made."""
+    *way, last = path
+    for key in way:
+        nested = nested.setdefault(key, {}) if isinstance(nested, dict) else nested[key]
+    nested[last] = value

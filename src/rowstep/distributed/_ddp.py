@@ -15,18 +15,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import GradBucket
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from .._part import ROW_ORDER
+from .._torch_internals import entries_of
 from . import _exchange
 from ._dedupe import dedupe, sum_duplicates
 from ._table import ShardedTable
 
 
-def allreduce_hook(group: ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+def allreduce_hook(
+    group: ProcessGroup | None,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch's stubs lack it
+) -> torch.futures.Future[Tensor]:
     """A DDP communication hook that averages sparse gradients over ranks correctly. Dense ones use torch's hook.
 
     ``model.register_comm_hook(None, rowstep.distributed.allreduce_hook)``. Duplicates are summed before sending. The
@@ -54,7 +57,8 @@ def allreduce_hook(group: ProcessGroup | None, bucket: GradBucket) -> torch.futu
 
 
 def _mean_over_ranks(gradient: Tensor, group: ProcessGroup) -> Tensor:
-    rows, values = gradient._indices()[0], gradient._values()
+    indices, values = entries_of(gradient)
+    rows = indices[0]
     found = dedupe(rows)
     indices, sums = _exchange.gather_uneven(group, found.numbers, sum_duplicates(values, found))
     mean = sums.div_(dist.get_world_size(group))

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .._layout import RowOrder
 from .._part import ROW_ORDER, TablePart, mark
+from .._torch_internals import parameters_of_ddp, running_ddp
 from . import _exchange
 from ._dedupe import Deduped, dedupe
 from ._fetch import Request, fetch_rows
@@ -184,8 +185,10 @@ class ShardedTable(nn.Module):
         return Request(wanted, in_block, self._blocks.cut(wanted.numbers))
 
     def _refuse_torchs_ddp(self) -> None:
-        active: Any = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
-        if active is not None and any(param is self.weight for param in active._module_parameters):
+        active = running_ddp()
+        if isinstance(active, DistributedDataParallel) and any(
+            param is self.weight for param in parameters_of_ddp(active)
+        ):
             raise RuntimeError(
                 "torch's DistributedDataParallel was given a model with a sharded table, and has overwritten every "
                 "rank's rows with those of rank 0; use rowstep.distributed.ddp"

@@ -1,6 +1,6 @@
 """The specification: the row update in plain torch operations, on any device, dtype and layout.
 
-It reads in the order of the equations in ``rowstep._rule`` and defines what the compiled kernels must compute.
+It runs the rule of ``rowstep._rules.adam`` on tensors, and defines what the compiled kernels must compute.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from ..._gradient import RowGradient
-from ..._rule import Rule
+from ..._rules import adam
+from ..._rules.adam import Scalars
 from ..._state import compute_dtype
-from ..gate import Operands, admit_gradient, admit_rows
+from ..gate import RowUpdate
 from ..outcome import Outcome
 
 
 def first_outside(rows: Tensor, row_count: int) -> int | None:
     """The first of these row numbers that is not in a table of so many rows."""
-    admit_rows(rows)
     outside = (rows < 0) | (rows >= row_count)
     return int(rows[outside][0]) if outside.any() else None
 
@@ -42,56 +42,53 @@ def norm(gradient: RowGradient, power: float) -> float:
     return float(torch.linalg.vector_norm(numbers, power))
 
 
-def update(operands: Operands, rule: Rule, outcome: Outcome) -> None:
-    """Step the rows that the gradient names, in place."""
-    param, state, gradient, _ = operands
+def update(updates: Sequence[RowUpdate], outcome: Outcome) -> None:
+    """Step the rows that the gradient of a single update names, in place."""
+    ((param, state, gradient, scalars, notes, _, _),) = updates
     dtype = compute_dtype(param.dtype, state["exp_avg"].dtype, gradient.values.dtype)
     rows, g = _sum_duplicates(gradient, dtype)
     skipped = 0
-    if rule.skip_nonfinite:
+    if scalars.skip_nonfinite:
         finite = g.isfinite().all(dim=1)
         skipped = len(rows) - int(finite.sum())
         rows, g = rows[finite], g[finite]
 
     table = RowsOf(gradient.lead, rows)
-    p = table.read(param, dtype)
-    m = table.read(state["exp_avg"], dtype)
-    v = table.read(state["exp_avg_sq"], dtype)
-    if rule.maximize:
-        g = -g
-    if rule.shrink is not None:
-        p = p * rule.shrink
-    if rule.decay is not None:
-        g = g + rule.decay * p
-    m = m + (g - m) * (1 - rule.beta1)
-    v = v * rule.beta2 + g * g * (1 - rule.beta2) if rule.as_dense else v + (g * g - v) * (1 - rule.beta2)
-    changes = [(state["exp_avg"], m), (state["exp_avg_sq"], v)]
-    if rule.amsgrad:
-        v = torch.maximum(table.read(state["max_exp_avg_sq"], dtype), v)
-        changes.append((state["max_exp_avg_sq"], v))
-    step_size: float | Tensor = rule.step_size
-    eps: float | Tensor = rule.eps
-    if rule.per_row:
+    changes: list[tuple[Tensor, Tensor]] = []
+    step_size: float | Tensor = scalars.step_size
+    eps: float | Tensor = scalars.eps
+    if scalars.per_row:
         count = table.read(state["row_step"], torch.int64) + 1
         changes.append((state["row_step"], count))
-        step_size, eps = _corrected_by(count, rule, dtype)
-    changes.append((param, p - step_size * (m / (v.sqrt() + eps))))
+        step_size, eps = _corrected_by(count, scalars, dtype)
+    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if scalars.amsgrad else ("exp_avg", "exp_avg_sq")
+    places = [param, *(state[name] for name in names)]
+    before = [table.read(place, dtype) for place in places]
+    p, m, v, *u = before
+    after = adam.update(
+        p, m, v, u[0] if u else None, g,
+        1 - scalars.beta1, scalars.beta2, 1 - scalars.beta2, eps, step_size,
+        scalars.maximize or None, scalars.shrink, scalars.decay, scalars.as_dense or None,
+        torch.sqrt, torch.maximum,
+    )  # fmt: skip
+    changes += zip(places, after, strict=False)
+    if notes is not None:
+        changes.append((notes.tensor, torch.full_like(rows, notes.note)))
     table.write(changes, outcome, skipped)
 
 
 def _sum_duplicates(gradient: RowGradient, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The distinct rows, ascending, and for each the sum of its occurrences, added in order of occurrence."""
-    admit_gradient(gradient)
     values = gradient.values.to(dtype)
     rows, position = torch.unique(gradient.rows, return_inverse=True)
     return rows, values.new_zeros(len(rows), gradient.columns).index_add_(0, position, values)
 
 
-def _corrected_by(count: Tensor, rule: Rule, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _corrected_by(count: Tensor, scalars: Scalars, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Each row's step size and eps, as columns, from how many steps it has taken."""
-    correction1, correction2 = 1 - rule.beta1 ** count.double(), (1 - rule.beta2 ** count.double()).sqrt()
-    eps = rule.eps * correction2 if rule.as_dense else torch.full_like(correction2, rule.eps)
-    return (rule.step_size * correction2 / correction1).to(dtype), eps.to(dtype)
+    first, second = adam.corrections(scalars.beta1, scalars.beta2, count.double(), torch.sqrt)
+    eps = scalars.eps * second if scalars.as_dense else torch.full_like(second, scalars.eps)
+    return (scalars.step_size * second / first).to(dtype), eps.to(dtype)
 
 
 class RowsOf:

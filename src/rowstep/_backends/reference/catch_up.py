@@ -10,31 +10,33 @@ from torch import Tensor
 
 from ..._schedule import DUST_OF_EPS, EBAR, M0, M2, M3, M4, M5, SAFE, Schedule
 from ..._state import State, compute_dtype
-from ..gate import admit_notes, admit_rows, admit_table
 from ..outcome import Outcome
-from .adam import RowsOf
+from .adam import RowsOf, first_outside
 
 _ROWS_AT_ONCE = 1 << 16
 
 
-def catch_up(param: Tensor, state: State, since: Tensor, schedule: Schedule, rows: Tensor | range) -> None:
-    """Bring these rows of ``param`` and its moments from the steps in ``since`` to the schedule's."""
-    lead = tuple(since.shape)
-    admit_table(param, state, lead, amsgrad=schedule.amsgrad)
-    admit_notes(since, lead)
-    if isinstance(rows, Tensor):
-        admit_rows(rows)
-    else:
-        rows = torch.arange(rows.start, rows.stop, device=since.device)
-    stale = torch.unique(rows[since.view(-1)[rows] != schedule.step])
+@torch.no_grad()
+def catch_up(
+    param: Tensor, state: State, notes: Tensor, schedule: Schedule, rows: Tensor | range, at: object = None
+) -> int | None:
+    """Bring these rows of ``param`` and its moments from the steps in ``notes`` to the schedule's."""
+    if isinstance(rows, range):
+        rows = torch.arange(rows.start, rows.stop, device=notes.device)
+    rows = rows.reshape(-1)
+    outside = first_outside(rows, notes.numel())
+    if outside is not None:
+        return outside
+    stale = torch.unique(rows[notes.view(-1)[rows] < schedule.step])
     for some in stale.split(_ROWS_AT_ONCE):
-        _stride(param.data, state, since, schedule, some)  # .data: autograd's version counter must not see this
+        _stride(param.data, state, notes, schedule, some)  # .data: autograd's version counter must not see this
+    return None
 
 
-def _stride(param: Tensor, state: State, since: Tensor, schedule: Schedule, rows: Tensor) -> None:
-    place = RowsOf(tuple(since.shape), rows)
+def _stride(param: Tensor, state: State, notes: Tensor, schedule: Schedule, rows: Tensor) -> None:
+    place = RowsOf(tuple(notes.shape), rows)
     dtype = compute_dtype(param.dtype, state["exp_avg"].dtype)
-    start = since.view(-1)[rows].cpu().numpy().astype(np.int64)
+    start = notes.view(-1)[rows].cpu().numpy().astype(np.int64)
     table, kept, aged = (torch.from_numpy(array).to(rows.device) for array in schedule.coefficients(start))
     p, m, v = (place.read(tensor, dtype) for tensor in (param, state["exp_avg"], state["exp_avg_sq"]))
     divisor = place.read(state["max_exp_avg_sq"], dtype) if schedule.amsgrad else v
@@ -53,7 +55,7 @@ def _stride(param: Tensor, state: State, since: Tensor, schedule: Schedule, rows
     m = m.masked_fill(m.abs() < dust, 0)
     v = _decayed(v, schedule.beta2_powers[gaps])
     now = torch.full_like(rows, schedule.step)
-    place.write([(param, p), (state["exp_avg"], m), (state["exp_avg_sq"], v), (since, now)], Outcome())
+    place.write([(param, p), (state["exp_avg"], m), (state["exp_avg_sq"], v), (notes, now)], Outcome())
 
 
 def _move_by_series(m: Tensor, divisor: Tensor, table: Tensor, aged: Tensor) -> Tensor:
@@ -84,15 +86,7 @@ def _decayed(moment: Tensor, powers: Any) -> Tensor:
     return torch.where(moment.isinf(), moment, (moment.double() * power).to(moment.dtype))
 
 
-def count_stale(since: Tensor, rows: Tensor, step: int) -> int:
-    """How many of these row numbers name a row that is not up to date."""
-    admit_notes(since, tuple(since.shape))
-    admit_rows(rows)
-    return int((since.view(-1)[rows] != step).sum())
-
-
-def mark(since: Tensor, rows: Tensor, step: int) -> None:
-    """Note that these rows are up to date at this step."""
-    admit_notes(since, tuple(since.shape))
-    admit_rows(rows)
-    since.view(-1)[rows] = step
+def look_at(rows: Tensor, notes: Tensor, step: int) -> tuple[int | None, int]:
+    """The first of these row numbers that is not in the table, and how many name a row that is not up to date."""
+    outside = first_outside(rows, notes.numel())
+    return (outside, 0) if outside is not None else (None, int((notes.view(-1)[rows] < step).sum()))

@@ -48,13 +48,16 @@ class Pair:
     def prepare(self) -> None:
         """Give both the gradient of the next batch."""
         self._other_table.grad = None  # a dense one is as large as the table: not two at once
-        self._table.grad = gradient = self._next_gradient()
+        self._ids = self._next_ids()
+        self._table.grad = gradient = torch.sparse_coo_tensor(
+            self._ids.unsqueeze(0), self._slopes, self._table.shape, check_invariants=False
+        )
         self._other_table.grad = gradient if self.name == SPARSE else gradient.to_dense()
 
     def step(self) -> None:
         """As training has it: DeferredAdam brings rows up to date before they are read."""
-        if isinstance(self.ours, DeferredAdam) and self._table.grad is not None:
-            self.ours.catch_up(self._table, self._table.grad._indices()[0])
+        if isinstance(self.ours, DeferredAdam):
+            self.ours.catch_up(self._table, self._ids)
         self.ours.step()
 
     def other_step(self) -> None:
@@ -79,11 +82,10 @@ class Pair:
             state["exp_avg"].add_(0)
             state["exp_avg_sq"].add_(0)
         for _ in range(WAITED_STEPS if self.name == DEFERRED else 0):
-            self._table.grad = self._next_gradient()
+            self.prepare()
             self.step()
 
-    def _next_gradient(self) -> Tensor:
-        """Of ids that follow Zipf's law, the most frequent first: their logarithms are uniform."""
+    def _next_ids(self) -> Tensor:
+        """Ids that follow Zipf's law, the most frequent first: their logarithms are uniform."""
         draws = torch.rand(self.size.ids, generator=self._random, dtype=torch.float64)
-        ids = (self.size.rows**draws).long() - 1
-        return torch.sparse_coo_tensor(ids.unsqueeze(0), self._slopes, self._table.shape, check_invariants=False)
+        return (self.size.rows**draws).long() - 1

@@ -1,4 +1,4 @@
-"""What every launch of a kernel shares: when to use threads, and memory that is kept between launches."""
+"""Memory that is kept between launches, and when a launch is worth threads."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import threading
 from typing import Any
 
 import numpy as np
+
+from . import walk
 
 # Below this many bytes of gradient, waking threads costs more than they save.
 PARALLEL_FROM_BYTES = 128 << 10
@@ -18,7 +20,16 @@ _KEPT_TOTALS_BYTES = 1 << 20
 # quarter or less: two million ids a step took 279 ms with memory that is kept and 328 ms with fresh memory.
 _PATIENCE = 1000
 
-_EVERY_ROW = np.iinfo(np.int64).max
+
+class Keys:
+    """Room to sort keys in: twice as many as there are."""
+
+    __slots__ = ("_memory", "at", "size", "spare_at")
+
+    def __init__(self, size: int) -> None:
+        self._memory = np.empty((2, size), np.uint64)
+        self.size, self.at = size, self._memory.ctypes.data
+        self.spare_at = self.at + size * self._memory.itemsize
 
 
 class Workspace(threading.local):
@@ -29,19 +40,10 @@ class Workspace(threading.local):
     """
 
     def __init__(self) -> None:
-        self._keys = self._spare = np.empty(0, np.uint64)
-        self._bounds = np.zeros((3, 2), np.int64)
+        self._keys = Keys(0)
         self._not_kept = self._too_large_for = 0
         self._totals: dict[tuple[int, int, Any], Any] = {}
         self._totals_bytes = 0
-
-    def bounds(self, parts: int) -> Any:
-        """Where each part of the work begins, a row number and a place among the keys, and what it has skipped."""
-        if self._bounds.shape[1] != parts + 1:
-            self._bounds = np.zeros((3, parts + 1), np.int64)
-        # A single part has every row; what several parts have, `split` writes.
-        self._bounds[0, -1] = _EVERY_ROW
-        return self._bounds
 
     def totals(self, parts: int, columns: int, dtype: Any) -> Any:
         """For each part of the work a row to sum in."""
@@ -61,28 +63,38 @@ class Workspace(threading.local):
         self._totals[key] = totals
         self._totals_bytes += totals.nbytes
 
-    def grouping(self, rows_at: int, count: int, row_count: int, parts: int) -> tuple[int, int, int, int, Any, Any]:
-        """What kernels group by: row numbers, how many bits of a key are its position and its row, room for keys."""
-        keys, spare = self._keys, self._spare
-        if keys.size < count + parts:
-            keys, spare = self._new_keys(count + parts)
-        elif keys.size > _KEPT_KEYS:
-            self._give_back_what_is_unused(count + parts)
-        return rows_at, count, (count - 1).bit_length(), (row_count - 1).bit_length(), keys, spare
+    def keys(self, size: int) -> Keys:
+        """Room for at least so many keys."""
+        keys = self._keys
+        if keys.size < size:
+            return self._new_keys(size)
+        if keys.size > _KEPT_KEYS:
+            self._give_back_what_is_unused(size)
+        return keys
 
-    def _new_keys(self, size: int) -> tuple[Any, Any]:
-        keys, spare = np.empty(size, np.uint64), np.empty(size, np.uint64)
+    def _new_keys(self, size: int) -> Keys:
+        keys = Keys(size)
         if size <= max(_KEPT_KEYS, 2 * self._not_kept):
-            self._keys, self._spare, self._too_large_for = keys, spare, 0
+            self._keys, self._too_large_for = keys, 0
         else:
             self._not_kept = size
-        return keys, spare
+        return keys
 
     def _give_back_what_is_unused(self, size: int) -> None:
         self._too_large_for = self._too_large_for + 1 if 4 * size <= self._keys.size else 0
         if self._too_large_for >= _PATIENCE:
-            self._keys = self._spare = np.empty(0, np.uint64)
+            self._keys = Keys(0)
             self._not_kept = 0
 
 
 workspace = Workspace()
+
+_ALONE = np.empty(0, np.int64)
+
+
+def shared_work(jobs: Any, threads: int, most_ids: int) -> tuple[Any, Keys]:
+    """How threads share the jobs of a launch, of which none has more ids than this, and room for all their keys."""
+    if threads == 1:
+        return _ALONE, workspace.keys(most_ids + 1)
+    pieces = np.empty(walk.room_for_pieces(jobs.size // walk.JOB_WORDS, threads), np.int64)
+    return pieces, workspace.keys(walk.share(jobs, threads, pieces))

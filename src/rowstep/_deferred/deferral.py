@@ -1,0 +1,110 @@
+"""One parameter whose rows wait: which step each row has reached, and the schedule it has to make up for."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .._backends import Backend, Notes, admit_notes
+from .._schedule import Schedule
+from .._state import MOMENTS, State
+from .._torch_internals import is_faked
+
+# How far, relative to a row's own deferred move, the series may be off before terms are added one by one.
+_TOLERANCE = {torch.float64: 1e-15}
+_TOLERANCE_BELOW_FLOAT64 = 1e-9
+
+# Notes per row are 32-bit numbers.
+_LAST_STEP = (1 << 31) - 2
+
+
+# The options that a row's path depends on besides lr and weight decay: betas, eps, amsgrad.
+Options = tuple[tuple[float, float], float, bool]
+
+
+class StaleRowsError(RuntimeError):
+    """A gradient names rows that were not up to date when they were read. Nothing was changed."""
+
+
+def new_schedule(options: Options, dtype: torch.dtype, taken: int) -> Schedule:
+    """A schedule for a parameter that has taken so many steps."""
+    betas, eps, amsgrad = options
+    tolerance = _TOLERANCE.get(dtype, _TOLERANCE_BELOW_FLOAT64)
+    return Schedule(betas, eps, amsgrad=amsgrad, step=taken, tolerance=tolerance)
+
+
+class Deferral:
+    """The deferred steps of one parameter, under options and over rows that do not change.
+
+    Where options or rows do change, every row is brought up to date first, and then no row waits: the deferral ends,
+    and another begins with the next step.
+    """
+
+    def __init__(
+        self, param: Tensor, state: State, lead: tuple[int, ...], options: Options, schedule: Schedule
+    ) -> None:
+        self.param, self.state, self.options, self.schedule = param, state, options, schedule
+        self._moments = {key: state[key] for key in MOMENTS if key in state}
+        """What rows wait under, whatever becomes of the state."""
+        self.lead, self.row_count, self.dtype = lead, math.prod(lead), param.dtype
+        self.notes = torch.zeros(lead, dtype=torch.int32, device=param.device)
+        """Per row, the step of the schedule at which it was last up to date."""
+        self._swept = 0
+
+    @property
+    def step(self) -> int:
+        """How many steps this parameter has taken."""
+        return self.schedule.origin + self.schedule.step
+
+    def has_its_state(self, state: State | None) -> bool:
+        """Whether this is the state under which rows wait, and nobody has replaced what is in it."""
+        if state is None or state is not self.state:
+            return False
+        for key, moment in self._moments.items():  # noqa: SIM110  `all` takes twice as long
+            if state.get(key) is not moment:
+                return False
+        return True
+
+    def is_under(self, state: State | None, dtype: torch.dtype, options: Options) -> bool:
+        """Whether rows may go on waiting under this state, with these options and this dtype of the parameter."""
+        return (
+            self.has_its_state(state)
+            and options == self.options
+            and dtype == self.dtype
+            and self.schedule.step < _LAST_STEP  # or the notes run out of numbers
+        )
+
+    def notes_for(self, count: int) -> Notes:
+        """What a ``count``-th step writes beside the rows that it moves."""
+        return admit_notes(self.notes, self.lead, count - self.schedule.origin)
+
+    def catch_up(self, rows: Tensor, backend: Backend) -> int | None:
+        """Bring these rows up to date, or return the first number that is not in the table."""
+        return backend.catch_up(self.param, self._moments, self.notes, self.schedule, rows)
+
+    def flush(self, backend: Backend) -> None:
+        """Bring every row up to date."""
+        if is_faked():
+            return
+        backend.catch_up(self.param, self._moments, self.notes, self.schedule, range(self.row_count))
+
+    def all_stepped(self) -> None:
+        """Note that the next step, which is about to be counted, has moved every row."""
+        self.notes.fill_(self.schedule.step + 1)
+
+    def advance(self, count: int, lr: float | Tensor, weight_decay: float, backend: Backend) -> None:
+        """Count a step. The rows that it has moved have their notes already, and the others wait.
+
+        ``count`` is how many the parameter has taken then. If this is interrupted, a second call takes it to its end.
+        """
+        self.schedule.advance(lr, weight_decay, to=count - self.schedule.origin)
+        # Bring a few more rows up to date, in turn, so that no row waits longer than the schedule remembers. At 10M
+        # rows that is 698 rows a step, which lie side by side; a table of 100 rows has one row's turn in 143 steps.
+        due = self.schedule.step * self.row_count // self.schedule.longest_wait
+        while self._swept < due:
+            first = self._swept % self.row_count
+            last = min(first + due - self._swept, self.row_count)
+            backend.catch_up(self.param, self._moments, self.notes, self.schedule, range(first, last))
+            self._swept += last - first

@@ -1,0 +1,65 @@
+"""The 16-bit floats, which Numba lacks on the CPU.
+
+Their bits travel as integers, and the integer type says which they are: ``int16`` holds float16, ``uint16`` holds
+bfloat16 (the upper half of a float32). ``widen`` and ``narrow`` convert between what is stored and what is computed
+with; both vectorise.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from . import half
+
+_I16, _I32 = ir.IntType(16), ir.IntType(32)
+
+
+@intrinsic
+def widen(typing_context, stored, like):
+    """A stored number as the element type of ``like``, a float32 or float64 array."""
+
+    def codegen(context, builder, signature, arguments):
+        number, kind = arguments[0], stored
+        if stored == types.int16:
+            number, kind = half.widen(context, builder, number), types.float32
+        elif stored == types.uint16:
+            bits = builder.shl(builder.zext(number, _I32), _I32(16))
+            number, kind = builder.bitcast(bits, ir.FloatType()), types.float32
+        return context.cast(builder, number, kind, like.dtype)
+
+    return like.dtype(stored, like), codegen
+
+
+@intrinsic
+def narrow(typing_context, number, like):
+    """A computed number as it is stored in ``like``, rounded to the nearest, ties to even."""
+
+    def codegen(context, builder, signature, arguments):
+        if like.dtype not in (types.int16, types.uint16):
+            return context.cast(builder, arguments[0], number, like.dtype)
+        single = context.cast(builder, arguments[0], number, types.float32)
+        if like.dtype == types.int16:
+            return half.narrow(context, builder, single)
+        bits = builder.bitcast(single, _I32)
+        is_odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
+        rounded = builder.lshr(builder.add(builder.add(bits, _I32(0x7FFF)), is_odd), _I32(16))
+        # Rounding could carry a NaN's payload into infinity.
+        is_nan = builder.fcmp_unordered("uno", single, single)
+        return builder.trunc(builder.select(is_nan, _I32(0x7FC0), rounded), _I16)
+
+    return like.dtype(number, like), codegen
+
+
+@intrinsic
+def optional_number(typing_context, number, like):
+    """A number as the element type of ``like``; None stays None."""
+    result = types.none if isinstance(number, types.NoneType) else like.dtype
+
+    def codegen(context, builder, signature, arguments):
+        if result is types.none:
+            return context.get_dummy_value()
+        return context.cast(builder, arguments[0], number, like.dtype)
+
+    return result(number, like), codegen

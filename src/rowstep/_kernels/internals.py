@@ -1,0 +1,175 @@
+"""Everything of Numba's that Numba does not promise to keep. No other file of this package imports it.
+
+what                                        for what                        if it changes
+``arrayobj``, ``make_array``                an array over a raw address     kernels do not compile: tests fail at once
+``cgutils``, ``get_compile_result``,        calling a kernel from a task    the same
+``call_internal_no_propagate``              of the thread pool
+``_launch_threads``, the symbol             threads without ``prange``      ``pool_address`` is None, and ``prange``
+``numba_parallel_for``                                                      takes its place (see pool.py)
+``Dispatcher._cache``, ``CompileResult``'s  kernels on disk                 each process compiles its kernels
+``_reduce`` and ``_rebuild``, ``magic_tuple``
+
+``rowstep._fork`` also looks at one name, ``_threading_layer``, in a Numba that others may have imported: it must not
+import Numba itself. Without that name, a forked child uses the threads as Numba would.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pickle
+import sys
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.misc.appdirs import user_cache_dir as user_cache_dir
+from numba.np import arrayobj
+from numba.np.ufunc import parallel
+
+BYTES, INT64 = ir.IntType(8).as_pointer(), ir.IntType(64)
+
+# What the pool calls: the argument vector, how many parts, steps of the argument vector, data of the caller.
+_TASK = ir.FunctionType(ir.VoidType(), [BYTES.as_pointer(), INT64.as_pointer(), INT64.as_pointer(), BYTES])
+
+# The pool's entry: task, arguments, dimensions, steps, data, inner dimensions, number of arguments, threads.
+_POOL = ir.FunctionType(ir.VoidType(), [BYTES] * 5 + [INT64] * 3)
+
+# How Numba itself declares both, without blanks.
+_DECLARED = (
+    "parallel_for_ty=ir.FunctionType(ir.VoidType(),[byte_ptr_t]*5+[intp_t,]*3)",
+    "innerfunc_fnty=ir.FunctionType(ir.VoidType(),[byte_ptr_ptr_t,intp_ptr_t,intp_ptr_t,byte_ptr_t],)",
+)
+
+
+# Arrays
+
+
+def array_at(context: Any, builder: Any, array_type: Any, address: Any, size: Any) -> Any:
+    """An array of one dimension over the memory at this address; it is not reference counted."""
+    array = context.make_array(array_type)(context, builder)
+    item = context.get_constant(types.intp, context.get_abi_sizeof(context.get_data_type(array_type.dtype)))
+    pointer = builder.inttoptr(address, array.data.type)
+    arrayobj.populate_array(array, pointer, [size], [item], item, None)
+    return array._getvalue()
+
+
+def address_of(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
+    """Where an array's numbers begin."""
+    return builder.ptrtoint(context.make_array(array_type)(context, builder, array).data, INT64)
+
+
+def without_reference_count(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
+    """The same array, which its owner keeps alive."""
+    struct = context.make_array(array_type)(context, builder, array)
+    struct.meminfo = cgutils.get_null_value(struct.meminfo.type)
+    return struct._getvalue()
+
+
+def on_the_stack(builder: Any, count: int) -> Any:
+    """The address of room for so many 64-bit numbers, for as long as the calling function runs."""
+    return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(INT64, count)), INT64)
+
+
+def llvm_function(builder: Any, shape: Any, name: str) -> Any:
+    """One of LLVM's own functions."""
+    return cgutils.get_or_insert_function(builder.module, shape, name)
+
+
+# Threads
+
+
+@functools.cache
+def pool_address() -> int | None:
+    """Start Numba's threads; tell where the function is that gives them work, or None if it is another than we know."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        parallel._launch_threads()
+    else:
+        # Numba's OpenMP layer sets the number of threads for torch too, to all there are.
+        threads = torch.get_num_threads()
+        parallel._launch_threads()
+        torch.set_num_threads(threads)
+    return llvm.address_of_symbol("numba_parallel_for") if _is_as_declared() else None
+
+
+def _is_as_declared() -> bool:
+    """Whether the installed Numba declares the pool's functions as we do: a call by address is checked by nobody."""
+    try:
+        source = "".join(inspect.getsource(parallel).split())
+    except (OSError, TypeError):
+        return False
+    return all(declaration in source for declaration in _DECLARED)
+
+
+def call_on_pool(
+    context: Any, builder: Any, compiled: Any, pool: Any, threads: Any, parts: Any, arguments: Any
+) -> None:
+    """Emit a call of a compiled kernel for every part, on as many threads; where ``pool`` is 0, one after the other."""
+    memory = cgutils.alloca_once_value(builder, arguments)
+    task = _task(context, builder.module, compiled, memory.type)
+    # The pool adds, for its i-th share, as many steps to each argument. The one argument begins at 0 and steps by 1: as
+    # a number, it says at which part a share begins.
+    vector = cgutils.alloca_once_value(builder, ir.Constant(BYTES, None))
+    steps = cgutils.alloca_once_value(builder, INT64(1))
+    dimensions = cgutils.alloca_once_value(builder, parts)
+    in_bytes = [builder.bitcast(pointer, BYTES) for pointer in (task, vector, dimensions, steps, memory)]
+    with builder.if_else(builder.icmp_unsigned("==", pool, INT64(0))) as (alone, shared):
+        with alone:
+            builder.call(task, [vector, dimensions, steps, in_bytes[-1]])
+        with shared:
+            builder.call(builder.inttoptr(pool, _POOL.as_pointer()), [*in_bytes, INT64(0), INT64(1), threads])
+
+
+def _task(context: Any, module: Any, compiled: Any, memory_type: Any) -> Any:
+    """A function for the pool that calls the kernel for a share of the parts."""
+    context.active_code_library.add_linking_library(compiled.library)
+    task = ir.Function(module, _TASK, module.get_unique_name("rowstep_task"))
+    task.linkage = "internal"
+    builder = ir.IRBuilder(task.append_basic_block())
+    vector, dimensions, _, data = task.args
+    first = builder.ptrtoint(builder.load(vector), INT64)
+    arguments = cgutils.unpack_tuple(builder, builder.load(builder.bitcast(data, memory_type)))
+    with cgutils.for_range(builder, builder.load(dimensions)) as share:
+        part = builder.add(first, share.index)
+        context.call_internal_no_propagate(builder, compiled.fndesc, compiled.signature, [part, *arguments])
+    builder.ret_void()
+    return task
+
+
+def compiled_for(typing_context: Any, kernel: Any, argument_types: tuple[Any, ...]) -> Any:
+    """The result of compiling a kernel, given as the type of its dispatcher, for these types."""
+    call = kernel.get_call_type(typing_context, argument_types, {})
+    return kernel.dispatcher.get_compile_result(call)
+
+
+# Kernels on disk
+
+
+def set_cache(dispatcher: Any, cache: Any) -> None:
+    """Let a dispatcher ask this cache before it compiles: ``load_overload``, ``save_overload``, ``flush``."""
+    dispatcher._cache = cache
+
+
+def processor(codegen: Any) -> Any:
+    """What a kernel is compiled for: the processor's name and features, among others."""
+    return codegen.magic_tuple()
+
+
+def packed(compiled: Any) -> bytes:
+    """A compiled kernel as bytes."""
+    from numba.core.serialize import dumps
+
+    if compiled.lifted or compiled.library.has_dynamic_globals:
+        raise ValueError("a kernel depends on addresses of this process")
+    content: bytes = dumps(compiled._reduce())
+    return content
+
+
+def unpacked(content: bytes, target_context: Any) -> Any:
+    """The compiled kernel that these bytes were made of."""
+    from numba.core.compiler import CompileResult
+
+    return CompileResult._rebuild(target_context, *pickle.loads(content))

@@ -1,0 +1,117 @@
+"""What a step will do, before it does anything: a plan for each group, made of row steps and dense steps.
+
+A gradient from elsewhere than ``param.grad`` (rows that the caller names, a bag's gradient) enters here, as a row step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._backends import Backend, RowUpdate
+from ._gradient import RowGradient, outside_message
+from ._memory import has_memory, lost_memory
+from ._rules.adam import Scalars
+from ._state import FLOATS, State, incomplete
+from ._torch_internals import has_no_memory
+
+Group = dict[str, Any]
+
+_FLOATS = frozenset(FLOATS)
+
+
+@dataclass(slots=True)
+class RowStep:
+    """A parameter whose gradient is taken row by row."""
+
+    param: Tensor
+    gradient: RowGradient
+    scalars: Scalars
+    count: int
+    """How many steps the parameter will have taken."""
+    update: RowUpdate | None = None
+    """None as long as the parameter has no state, or not all of it."""
+
+
+@dataclass(slots=True)
+class DenseStep:
+    """A parameter for torch's dense Adam."""
+
+    param: Tensor
+    grad: Tensor
+
+
+class Plan:
+    """What one group has to do in this step."""
+
+    def __init__(self, group: Group, scalars: Callable[[int, bool], Scalars]) -> None:
+        self.group = group
+        self.rows: list[RowStep] = []
+        self.dense: list[DenseStep] = []
+        self._make_scalars = scalars
+        self._scalars: dict[tuple[int, bool], Scalars] = {}
+        self._counts: dict[int, int] = {}
+
+    def count_after(self, param: Tensor, taken: int) -> int:
+        """How many steps a parameter will have taken. One that is listed twice takes two."""
+        count = self._counts[id(param)] = self._counts.get(id(param), taken) + 1
+        return count
+
+    def scalars(self, count: int, as_dense: bool) -> Scalars:
+        """Those of a ``count``-th step: the same for all tables that take it."""
+        scalars = self._scalars.get((count, as_dense))
+        if scalars is None:
+            scalars = self._scalars[count, as_dense] = self._make_scalars(count, as_dense)
+        return scalars
+
+
+def checked_gradient(param: Tensor, grad: Tensor) -> Tensor:
+    """The gradient itself, or one that has the memory and the signs that its numbers say it has; raise if neither fits.
+
+    torch makes the others to save work, and its fused Adam takes neither.
+    """
+    if not grad.is_sparse and grad.layout == torch.strided:
+        if grad.is_neg() or has_no_memory(grad):
+            grad = torch.empty_like(grad).copy_(grad)
+        elif grad.is_cpu and not has_memory(grad):
+            raise ValueError(lost_memory("the gradient", grad))
+    _check_fit(param, grad)
+    return grad
+
+
+def _check_fit(param: Tensor, grad: Tensor) -> None:
+    dtype = param.dtype
+    if dtype not in _FLOATS:
+        raise TypeError(f"the parameter has dtype {dtype}; expected a floating-point type of 16, 32 or 64 bits")
+    if not grad.is_sparse and grad.layout != torch.strided:
+        raise TypeError(f"the gradient's layout is {grad.layout}; expected torch.sparse_coo or torch.strided")
+    if grad.shape != param.shape:
+        raise ValueError(f"the gradient has shape {tuple(grad.shape)}; expected the parameter's, {tuple(param.shape)}")
+    if grad.dtype != dtype and grad.dtype not in _FLOATS:
+        raise TypeError(f"the gradient has dtype {grad.dtype}; expected a floating-point type of 16, 32 or 64 bits")
+    if not (grad.is_cpu and param.is_cpu) and grad.device != param.device:
+        raise ValueError(f"the gradient is on {grad.device}; expected the parameter's device, {param.device}")
+
+
+def refuse_outside(gradient: RowGradient, backend: Backend) -> None:
+    """Raise unless every row number of the gradient is in its table."""
+    outside = backend.outside(gradient)
+    if outside is not None:
+        raise IndexError(outside_message(outside, gradient.row_count))
+
+
+def steps_taken(state: State) -> int:
+    """How many steps a parameter with this state has taken; raise if that, or some of the state, is not there."""
+    step = state.get("step")
+    if type(step) is Tensor and step.dtype is torch.float32 and step.is_cpu and not step.is_sparse and has_memory(step):
+        # One look at what torch.optim.Adam keeps: `incomplete` takes twice as long.
+        number = step.item() if step.numel() == 1 else -1
+        if 0 <= number <= 1 << 24 and number == int(number) and "exp_avg" in state and "exp_avg_sq" in state:
+            return int(number)
+    if reason := incomplete(state):
+        raise ValueError(reason)
+    return 0 if step is None else int(step)

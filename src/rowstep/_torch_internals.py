@@ -1,0 +1,129 @@
+"""Everything of torch's that torch does not promise to keep. No other file of this package reaches for it.
+
+what                                  for what                                  without it
+``_indices``, ``_values``             a gradient's entries, uncoalesced         nothing works: tests fail at once
+``_version``                          whether torch has written to a tensor     the same
+``_is_zerotensor``                    gradients that have no memory             torch refuses such a gradient
+``_storage_Use_Count``                whether values are nobody else's          clipping always makes new values
+``is_functorch_wrapped_tensor``       ids under vmap                            each lookup flushes its table
+``_get_tracing_state``                keep catch-ups out of torch.jit.trace     they are traced
+``_len_torch_dispatch_stack``,        tensors that only stand for shapes        catch-ups run on them, and fail
+``detect_fake_mode``, ``FakeTensor``
+``_disable_current_modes``            a flush in a finalizer                    it runs under the modes in force
+``_module_parameters``,               DistributedDataParallel around a table    no error for surgery under DDP, nor for
+``_get_active_ddp_module``                                                      a sharded table in torch's own DDP
+``_optimizer_step_pre_hooks``         whether a hook is there already           hooks are added twice: harmless
+
+Underscored methods that subclasses are meant to override (``Module._apply``, ``_save_to_state_dict``) are not listed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+_functorch: Any = getattr(torch._C, "_functorch", None)
+_is_functorch_wrapped: Any = getattr(_functorch, "is_functorch_wrapped_tensor", None)
+_get_tracing_state: Any = getattr(torch._C, "_get_tracing_state", None)
+_set_tracing_state: Any = getattr(torch._C, "_set_tracing_state", None)
+_modes_in_force: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
+_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
+
+try:
+    from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import FakeTensor
+except ImportError:
+    FakeTensor = None  # type: ignore[assignment,misc]
+
+try:
+    from torch.utils._python_dispatch import _disable_current_modes as without_modes
+except ImportError:
+    without_modes = contextlib.nullcontext  # type: ignore[assignment]
+
+__all__ = ["without_modes"]
+
+
+# Sparse tensors
+
+
+def entries_of(grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The indices and the values of a sparse gradient as they are: with duplicates, in order of occurrence."""
+    return grad._indices(), grad._values()
+
+
+# Memory
+
+
+def writes_to(tensor: Tensor) -> int:
+    """How often torch has written to this tensor; not for one that was made in inference mode."""
+    return tensor._version
+
+
+def has_no_memory(grad: Tensor) -> bool:
+    """Whether this is one of torch's zeros that exist in name only."""
+    return hasattr(grad, "_is_zerotensor") and grad._is_zerotensor()
+
+
+def holders_of(storage: Any) -> int | None:
+    """How many hold a storage, if that can be told."""
+    return None if _use_count is None else int(_use_count(storage._cdata))
+
+
+# Tracing
+
+
+def is_faked(ids: Tensor | None = None) -> bool:
+    """Whether tensors are fake just now, for the sake of their shapes: then no row is read, and none can be moved."""
+    if FakeTensor is None:
+        return False
+    if isinstance(ids, FakeTensor):
+        return True
+    return (_modes_in_force is None or _modes_in_force() > 0) and detect_fake_mode() is not None
+
+
+def is_wrapped(ids: Tensor) -> bool:
+    """Whether vmap or another transform has these ids, so that their numbers cannot be seen."""
+    return _is_functorch_wrapped is None or bool(_is_functorch_wrapped(ids))
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """What torch.jit.trace does not record."""
+    tracing = _get_tracing_state() if _get_tracing_state is not None and _set_tracing_state is not None else None
+    if tracing is None:
+        yield
+        return
+    _set_tracing_state(None)
+    try:
+        yield
+    finally:
+        _set_tracing_state(tracing)
+
+
+def is_traced() -> bool:
+    """Whether torch.jit.trace is recording."""
+    return _get_tracing_state is not None and _get_tracing_state() is not None
+
+
+# DistributedDataParallel, optimizers
+
+
+def parameters_of_ddp(wrapper: DistributedDataParallel) -> tuple[Tensor, ...]:
+    """The parameters whose gradients this wrapper reduces."""
+    return tuple(vars(wrapper).get("_module_parameters", ()))
+
+
+def running_ddp() -> nn.Module | None:
+    """The wrapper whose forward pass is running."""
+    active: Any = getattr(DistributedDataParallel, "_get_active_ddp_module", lambda: None)()
+    return active if isinstance(active, nn.Module) else None
+
+
+def step_pre_hooks(optimizer: Any) -> tuple[Any, ...]:
+    """What was registered to be called before each step."""
+    return tuple(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values())
