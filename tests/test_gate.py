@@ -194,6 +194,19 @@ def test_a_table_replaced_while_rows_wait_is_an_error(read: Callable[[Any, Any],
     assert not module.weight.any()
 
 
+@pytest.mark.parametrize("rows", [4, 100_000])
+def test_a_table_replaced_together_with_its_state_is_an_error_at_the_next_step(rows: int) -> None:
+    """All tensors are the objects that they were; only the notes per row tell."""
+    module, optimizer = deferred()
+    module.weight.data = torch.zeros(rows, 4, dtype=torch.float64)
+    for key in ("exp_avg", "exp_avg_sq"):
+        optimizer.state[module.weight][key].data = torch.zeros(rows, 4, dtype=torch.float64)
+    module.weight.grad = rows_of(module.weight, [rows - 1])
+    with pytest.raises(ValueError, match=rf"\({rows}, 4\) now; expected rows over \(10,\)"):
+        optimizer.step()
+    assert not module.weight.any()
+
+
 def test_a_replaced_table_can_be_put_back() -> None:
     module, optimizer = deferred()
     old = module.weight.data

@@ -82,8 +82,13 @@ class RowSteps:
         """Count rows that run over the dimensions ``lead`` from now on, if that has not begun yet."""
         if self.are_counted(param, state):
             return
-        state.pop("row_step", None)
-        ensure_row_steps(state, lead)
+        begun = {name: slot for name, slot in state.items() if name != "row_step"}
+        ensure_row_steps(begun, lead)
+        blank = state.get("row_step")
+        if blank is not None and blank.shape == lead:  # in place: a step of the same parameter may have its address
+            blank.copy_(begun["row_step"])
+        else:
+            state["row_step"] = begun["row_step"]
         self._last_look.pop(param, None)  # a step follows, which counts some rows, or none of them if it skips them all
 
 

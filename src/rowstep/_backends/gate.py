@@ -16,7 +16,7 @@ takes 1.8 µs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +30,9 @@ _FLOATS, _INT64 = frozenset(FLOATS), torch.int64
 
 
 # Where p, m, v, amsgrad's maximum and the counts of rows begin in memory (0 if there are none), and the dtypes of p and
-# of its moments. A plain tuple: one with names takes as long to make as a look at half a tensor.
-Addresses = tuple[int, int, int, int, int, torch.dtype, torch.dtype]
+# of its moments. A plain tuple: one with names takes as long to make as a look at half a tensor. The tensors are there
+# to keep them alive until their addresses are used: a parameter that is listed twice may get other slots in between.
+Addresses = tuple[int, int, int, int, int, torch.dtype, torch.dtype, tuple[Any, ...]]
 
 
 class Notes(NamedTuple):
@@ -130,6 +131,7 @@ def _addresses(param: Tensor, state: State) -> Addresses | None:
         ):  # fmt: skip
             return None
         p_at, m_at, v_at, u_at, counts_at = param.data_ptr(), m.data_ptr(), v.data_ptr(), 0, 0
+        u = counts = None
         if p_at == m_at or m_at == v_at or v_at == p_at:
             return None
         if "max_exp_avg_sq" in state:
@@ -143,7 +145,7 @@ def _addresses(param: Tensor, state: State) -> Addresses | None:
             counts_at = counts.data_ptr()
     except (AttributeError, KeyError):  # of what is missing, or no tensor
         return None
-    return p_at, m_at, v_at, u_at, counts_at, dtype, state_dtype
+    return p_at, m_at, v_at, u_at, counts_at, dtype, state_dtype, (m, v, u, counts)
 
 
 def _fills(tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:

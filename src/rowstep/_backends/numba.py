@@ -81,7 +81,7 @@ def update(updates: Sequence[RowUpdate], outcome: Outcome) -> None:
     size = most_ids = columns = offset = 0
     for _, _, gradient, scalars, notes, at, _ in updates:
         where: Any = gradient.at
-        p_at, m_at, v_at, u_at, counts_at, dtype, state_dtype = at  # type: ignore[misc]  # `batches` has looked
+        p_at, m_at, v_at, u_at, counts_at, dtype, state_dtype, _ = at  # type: ignore[misc]  # `batches` has looked
         _, note, notes_at = notes or _NO_NOTES
         _JOB.pack_into(
             jobs, offset, *where, p_at, m_at, v_at, u_at, counts_at, notes_at, note,
@@ -124,7 +124,7 @@ def catch_up(
     param: Tensor, state: State, notes: Tensor, schedule: Schedule, rows: Tensor | range, at: Addresses
 ) -> int | None:
     """Bring these rows of a table and its moments from the steps in ``notes`` to the schedule's."""
-    p_at, m_at, v_at, u_at, _, dtype, state_dtype = at
+    p_at, m_at, v_at, u_at, _, dtype, state_dtype, _ = at
     row_count = notes.numel()
     columns = param.numel() // max(1, row_count)
     threads = _threads_for((len(rows) if isinstance(rows, range) else rows.numel()) * columns * dtype.itemsize)

@@ -248,7 +248,8 @@ class DeferredAdam(RowOptimizer):
     ) -> Deferral | None:
         """The deferral, if this step can go on with it; else what waits is settled, and it ends."""
         # If somebody has set the count, what waits ends with the old one, and this step goes on from the new.
-        if taken == deferral.step and deferral.is_under(self.state.get(param), param.dtype, _options(group)):
+        is_same = taken == deferral.step and param.shape[:1] == deferral.lead
+        if is_same and deferral.is_under(self.state.get(param), param.dtype, _options(group)):
             return deferral
         self._end(param, deferral, backend)
         return None
