@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .._gradient import RowGradient
-from .._kernels import catch_up as strides
+from .._kernels import catch_up as catching_up
 from .._kernels import norm as norms
 from .._kernels import update as kernels
 from .._kernels import walk
@@ -134,20 +134,20 @@ def catch_up(
         _LIKE[dtype], _LIKE[state_dtype], schedule.amsgrad or None,
     )  # fmt: skip
     if isinstance(rows, range):
-        strides.catch_up_range(threads, scratch, rows.start, rows.stop, *arguments)
+        catching_up.catch_up_range(threads, scratch, rows.start, rows.stop, *arguments)
         return None
     work = rows.data_ptr(), rows.numel()
     if threads == 1:
-        position = strides.catch_up_ids_part(0, scratch, *work, *arguments)
+        position = catching_up.catch_up_ids_part(0, scratch, *work, *arguments)
     else:
         position = walk.first_outside(*work, row_count)
-        strides.catch_up_ids(threads, scratch, *work, *arguments)
+        catching_up.catch_up_ids(threads, scratch, *work, *arguments)
     return None if position < 0 else int(rows.view(-1)[position])
 
 
 def look_at(rows: Tensor, notes: Tensor, step: int) -> tuple[int | None, int]:
     """The first of these row numbers that is not in the table, and how many name a row that is not up to date."""
-    found = strides.look_at_ids(rows.data_ptr(), rows.numel(), notes.numel(), notes.data_ptr(), step)
+    found = catching_up.look_at_ids(rows.data_ptr(), rows.numel(), notes.numel(), notes.data_ptr(), step)
     return (int(rows[found]), 0) if found >= 0 else (None, -1 - found)
 
 

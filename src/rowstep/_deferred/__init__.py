@@ -1,11 +1,11 @@
 r"""Dense Adam's result, at the cost of the rows touched.
 
 Dense Adam moves every row of a table at every step, because old momentum keeps acting and weight decay never rests. But
-a row that gets no gradient for k steps follows a path that is known in advance, so all of it can be taken in one stride
+a row that gets no gradient for k steps follows a path that is known in advance, so all of it can be taken in one update
 when somebody next reads the row. Until then the row waits.
 
-The stride
-----------
+One update for many steps
+-------------------------
 A row was brought up to date at step s with (p, m, v), and now it is step T = s + k. At step t = s + j it had no
 gradient, so m and v only decayed:
 

@@ -1,4 +1,4 @@
-"""A row's deferred steps, taken in one stride: the kernels. ``rowstep._deferred`` derives what they compute.
+"""A row's deferred steps, made up for in one update: the kernels. ``rowstep._deferred`` derives what they compute.
 
 No sorting here: ``since`` says for every row at which step it was last up to date, and a row that has just been brought
 up to date is passed over when its id comes again. Threads share the rows by their number, so no two meet.
@@ -147,10 +147,10 @@ def catch_up_row(row, sums, roots, notes, places, schedule, amsgrad):
     # another name: LLVM would find the two overlap and fall back to one number at a time (315 ns a row, not 60).
     u = optional_row_at(amsgrad, u_at + row * columns * m_like.itemsize, columns, m_like)
     if is_safe(m, v, u, terms[SAFE], sums):
-        stride_by_series(p, m, v, u, sums, terms, aged, kept, beta1_power, beta2_power, dust)
+        catch_up_by_series(p, m, v, u, sums, terms, aged, kept, beta1_power, beta2_power, dust)
     else:
         sum_moves(sums, roots, m, v, u, start, min(gap, length), schedule)
-        stride_by_sums(p, m, v, sums, kept, beta1_power, beta2_power, dust)
+        catch_up_by_sums(p, m, v, sums, kept, beta1_power, beta2_power, dust)
     if beta1_rest != 1 or beta2_rest != 1:
         decay_again(m, v, beta1_rest, beta2_rest, dust, sums)
 
@@ -173,8 +173,8 @@ def is_safe(m, v, u, bound, like):
 
 
 @njit(**INLINE)
-def stride_by_series(p, m, v, u, like, terms, aged, kept, beta1_power, beta2_power, dust):
-    """The whole stride, with the sum expanded around the mean of e.
+def catch_up_by_series(p, m, v, u, like, terms, aged, kept, beta1_power, beta2_power, dust):
+    """All missed steps at once, with the sum expanded around the mean of e.
 
     The mean is never 0, and m is divided before anything else: where m is 0, nothing but weight decay moves p.
     """
@@ -214,7 +214,7 @@ def sum_moves(sums, roots, m, v, u, start, count, schedule):
 
 
 @njit(**INLINE)
-def stride_by_sums(p, m, v, sums, kept, beta1_power, beta2_power, dust):
+def catch_up_by_sums(p, m, v, sums, kept, beta1_power, beta2_power, dust):
     number = sums.dtype.type
     kept, zero = number(kept), number(0)
     for c in range(p.size):

@@ -10,7 +10,7 @@ by rows: the gradients of a launch are laid end to end and cut into equal pieces
 falls between two rows. No row is shared, so the result has the same bits for any number of threads.
 
 A launch takes *jobs*, records of ``JOB_WORDS`` 64-bit words in memory. The first eight say where a gradient is; the
-others belong to whoever visits. A model with many tables is one launch: a launch on two threads takes 10 µs to begin.
+others belong to whoever visits. All tables of a group are one launch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A row's deferred steps, taken in one stride: the specification. ``rowstep._deferred`` derives what it computes."""
+"""A row's deferred steps, made up for in one update: the specification. ``rowstep._deferred`` derives it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def catch_up(
         return outside
     stale = torch.unique(rows[notes.view(-1)[rows] < schedule.step])
     for some in stale.split(_ROWS_AT_ONCE):
-        _stride(param.data, state, notes, schedule, some)  # .data: autograd's version counter must not see this
+        _catch_up(param.data, state, notes, schedule, some)  # .data: autograd's version counter must not see this
     return None
 
 
-def _stride(param: Tensor, state: State, notes: Tensor, schedule: Schedule, rows: Tensor) -> None:
+def _catch_up(param: Tensor, state: State, notes: Tensor, schedule: Schedule, rows: Tensor) -> None:
     place = RowsOf(tuple(notes.shape), rows)
     dtype = compute_dtype(param.dtype, state["exp_avg"].dtype)
     start = notes.view(-1)[rows].cpu().numpy().astype(np.int64)
