@@ -7,7 +7,6 @@ taken its step whole or not at all, and the next step goes on from there.
 
 from __future__ import annotations
 
-import functools
 import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,6 @@ from ._loading import check_slots, check_states, check_structure, tidied
 from ._options import check_group, check_is_number, check_layouts, check_learning_rate, parameter_name
 from ._plan import DenseStep, Group, Plan, RowStep, checked_gradient, steps_taken
 from ._rows import Init
-from ._rules.adam import Scalars
 from ._state import State, allocate, ensure_moments, misfit
 
 
@@ -94,7 +92,7 @@ class RowOptimizer(Optimizer):
     def _plan(self, group_index: int, group: Group, backend: Backend) -> Plan:
         """What this group has to do. Writes nothing, and raises if some option or gradient cannot be taken."""
         self._check_again(group, f" in group {group_index}")
-        plan = Plan(group, functools.partial(self._scalars, group))
+        plan = Plan(group)
         for index, param in enumerate(group["params"]):
             grad = param.grad
             if grad is None:
@@ -118,10 +116,6 @@ class RowOptimizer(Optimizer):
         self, plan: Plan, param: Tensor, grad: Tensor, state: State, taken: int, backend: Backend
     ) -> None:
         """Add a row step or a dense step to the plan, or raise; ``taken`` are the parameter's steps so far."""
-        raise NotImplementedError
-
-    def _scalars(self, group: Group, count: int, as_dense: bool) -> Scalars:
-        """The scalars of a ``count``-th step."""
         raise NotImplementedError
 
     def _begin_rows(self, step: RowStep, group: Group) -> RowUpdate:

@@ -5,7 +5,6 @@ A gradient from elsewhere than ``param.grad`` (rows that the caller names, a bag
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from ._backends import Backend, RowUpdate
 from ._gradient import RowGradient, outside_message
 from ._memory import has_memory, lost_memory
-from ._rules.adam import Scalars
+from ._rules.adam import Scalars, scalars
 from ._state import FLOATS, State, incomplete
 from ._torch_internals import has_no_memory
 
@@ -48,11 +47,10 @@ class DenseStep:
 class Plan:
     """What one group has to do in this step."""
 
-    def __init__(self, group: Group, scalars: Callable[[int, bool], Scalars]) -> None:
+    def __init__(self, group: Group) -> None:
         self.group = group
         self.rows: list[RowStep] = []
         self.dense: list[DenseStep] = []
-        self._make_scalars = scalars
         self._scalars: dict[tuple[int, bool], Scalars] = {}
         self._counts: dict[int, int] = {}
 
@@ -63,10 +61,23 @@ class Plan:
 
     def scalars(self, count: int, as_dense: bool) -> Scalars:
         """Those of a ``count``-th step: the same for all tables that take it."""
-        scalars = self._scalars.get((count, as_dense))
-        if scalars is None:
-            scalars = self._scalars[count, as_dense] = self._make_scalars(count, as_dense)
-        return scalars
+        known = self._scalars.get((count, as_dense))
+        if known is None:
+            group = self.group
+            known = self._scalars[count, as_dense] = scalars(
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                step=count,
+                maximize=group["maximize"],
+                weight_decay=group["weight_decay"],
+                decoupled_weight_decay=group["decoupled_weight_decay"],
+                amsgrad=group["amsgrad"],
+                per_row=group.get("bias_correction") == "row",
+                as_dense=as_dense,
+                skip_nonfinite=group.get("nonfinite") == "skip",
+            )
+        return known
 
 
 def checked_gradient(param: Tensor, grad: Tensor) -> Tensor:

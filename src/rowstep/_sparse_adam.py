@@ -17,7 +17,6 @@ from ._loading import uncast_slots
 from ._optimizer import RowOptimizer
 from ._plan import DenseStep, Group, Plan, RowStep, refuse_outside
 from ._row_steps import RowSteps, ensure_slot
-from ._rules.adam import Scalars, scalars
 from ._state import MOMENTS, State, ensure_moments, has_moments
 
 
@@ -135,21 +134,6 @@ class SparseAdam(RowOptimizer):
         if dtypes | {grad.dtype} != {param.dtype}:  # torch's Adam wants one dtype for all
             return all_rows(grad, tuple(param.shape[:1])), True
         return None, False
-
-    def _scalars(self, group: Group, count: int, as_dense: bool) -> Scalars:
-        return scalars(
-            lr=group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
-            step=count,
-            maximize=group["maximize"],
-            weight_decay=group["weight_decay"],
-            decoupled_weight_decay=group["decoupled_weight_decay"],
-            amsgrad=group["amsgrad"],
-            per_row=group["bias_correction"] == "row",
-            as_dense=as_dense,
-            skip_nonfinite=group["nonfinite"] == "skip",
-        )
 
     def _begin_rows(self, step: RowStep, group: Group) -> RowUpdate:
         param, gradient, state = step.param, step.gradient, self.state[step.param]

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT, StateDict
 
 from .. import _backends
-from .._backends import Backend, Notes, Outcome, RowUpdate, admit, admit_state, in_plain_torch
+from .._backends import Backend, Notes, Outcome, RowUpdate, admit, admit_state
 from .._gradient import RowGradient, nonzero_rows, outside_message, rows_of_first_dimension
 from .._optimizer import RowOptimizer
 from .._options import check_learning_rate
 from .._plan import DenseStep, Group, Plan, RowStep, refuse_outside
-from .._rules.adam import Scalars, scalars
-from .._schedule import Schedule, check_betas
-from .._state import State, count_tensor, ensure_moments, lasting, set_count
-from .._torch_internals import is_faked, without_modes
+from .._schedule import check_betas
+from .._state import State, set_count
+from .._torch_internals import is_faked
 from .attach import attach, reads_rows, tables_of
-from .deferral import Deferral, Options, StaleRowsError, new_schedule
+from .deferral import Deferral, StaleRowsError
+from .deferrals import Deferrals, flush_orphans, options_of
 
 # A step's lr and weight decay.
 Rate = tuple[float | Tensor, float]
@@ -85,11 +85,11 @@ class DeferredAdam(RowOptimizer):
             self._attach_all(params)
 
     def _begin_deferrals(self) -> None:
-        self._deferrals: dict[Tensor, Deferral] = {}
+        self._deferrals = Deferrals()
         self._kept_current: Counter[Tensor] = Counter()
         """How many ``up_to_date`` blocks want a parameter current at all times."""
         # A model may outlive its optimizer: whatever rows still wait then are brought up to date.
-        weakref.finalize(self, _flush_orphans, self._deferrals).atexit = False
+        weakref.finalize(self, flush_orphans, self._deferrals).atexit = False
 
     def _check_group(self, group: Mapping[str, Any], where: str) -> None:
         super()._check_group(group, where)
@@ -134,13 +134,13 @@ class DeferredAdam(RowOptimizer):
             backend = _backends.chosen()
             row_count = math.prod(param.shape[:1])
             rows = _numbers_of(ids, row_count, param.device)
-            deferral = self._deferrals.get(param)
-            if deferral is not None and deferral.is_under(self.state.get(param), param.dtype, _options(group)):
+            deferral, state = self._deferrals.get(param), self.state.get(param)
+            if deferral is not None and deferral.is_under(state, param.dtype, options_of(group)):
                 outside = deferral.catch_up(rows, backend)
             else:
                 outside = backend.first_outside(rows, row_count)
                 if outside is None and deferral is not None:
-                    self._end(param, deferral, backend)
+                    self._deferrals.end(param, state, backend)
             if outside is not None:
                 raise IndexError(outside_message(outside, row_count).replace("the gradient has index", "ids has"))
 
@@ -152,7 +152,7 @@ class DeferredAdam(RowOptimizer):
             self._finish_step()
             backend = _backends.chosen()
             for each in list(self._deferrals) if param is None else [param]:
-                deferral = self._deferral_of(each, self._find_group(each), backend)
+                deferral = self._deferrals.going_on(each, self.state.get(each), self._find_group(each), backend)
                 if deferral is not None:
                     deferral.flush(backend)
 
@@ -204,8 +204,7 @@ class DeferredAdam(RowOptimizer):
             self._look_at(grad, gradient, notes, deferral, backend)
         elif gradient is not None:
             refuse_outside(gradient, backend)
-        if deferral is not None:
-            deferral = self._settled(param, deferral, plan.group, taken, backend)
+        deferral = self._deferrals.going_on(param, self.state.get(param), plan.group, backend, taken)
         if gradient is None:
             plan.dense.append(DenseStep(param, grad))
             return
@@ -230,52 +229,11 @@ class DeferredAdam(RowOptimizer):
                 f"{_WAYS_OUT}"
             )
 
-    def _scalars(self, group: Group, count: int, as_dense: bool) -> Scalars:
-        return scalars(
-            lr=group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
-            step=count,
-            maximize=group["maximize"],
-            weight_decay=group["weight_decay"],
-            decoupled_weight_decay=True,
-            amsgrad=group["amsgrad"],
-            as_dense=True,
-        )
-
-    def _settled(
-        self, param: Tensor, deferral: Deferral, group: Group, taken: int, backend: Backend
-    ) -> Deferral | None:
-        """The deferral, if this step can go on with it; else what waits is settled, and it ends."""
-        # If somebody has set the count, what waits ends with the old one, and this step goes on from the new.
-        is_same = taken == deferral.step and param.shape[:1] == deferral.lead
-        if is_same and deferral.is_under(self.state.get(param), param.dtype, _options(group)):
-            return deferral
-        self._end(param, deferral, backend)
-        return None
-
     def _begin_rows(self, step: RowStep, group: Group) -> RowUpdate:
-        """Begin to defer: every row is up to date now, with the steps that the parameter has taken so far."""
         param, state = step.param, self.state[step.param]
-        with lasting():
-            _ensure_maximum(state, param, group)
-            if not isinstance(state["step"], Tensor):
-                state["step"] = count_tensor(state["step"])
-            deferral = self._deferrals.get(param)
-            if deferral is None:
-                schedule = self._schedule_at(step.count - 1, param.dtype, _options(group))
-                deferral = self._deferrals[param] = Deferral(
-                    param, state, step.gradient.lead, _options(group), schedule
-                )
+        deferral = self._deferrals.begin(param, state, step.gradient.lead, step.count - 1, group)
         at, notes = admit_state(param, state), deferral.notes_for(step.count)
         return admit(param, state, step.gradient, at, step.scalars, notes, step.count)
-
-    def _schedule_at(self, taken: int, dtype: torch.dtype, options: Options) -> Schedule:
-        """A schedule for a parameter that has taken so many steps: that of another one, or its own."""
-        for other in self._deferrals.values():
-            if other.step == taken and not other.schedule.step and other.options == options and other.dtype == dtype:
-                return other.schedule.twin()
-        return new_schedule(options, dtype, taken)
 
     def _counter(self, updates: Sequence[RowUpdate], group: Group, backend: Backend) -> Callable[[Outcome], None]:
         rate = _rate(group)
@@ -319,25 +277,6 @@ class DeferredAdam(RowOptimizer):
             raise
         self._unfinished = None
 
-    def _deferral_of(self, param: Tensor, group: Group | None, backend: Backend) -> Deferral | None:
-        """The deferral of this parameter, if rows may wait under the state, the options and the dtype it has now."""
-        deferral = self._deferrals.get(param)
-        if deferral is None:
-            return None
-        if group is not None and deferral.is_under(self.state.get(param), param.dtype, _options(group)):
-            return deferral
-        self._end(param, deferral, backend)
-        return None
-
-    def _end(self, param: Tensor, deferral: Deferral, backend: Backend) -> None:
-        """Bring every row up to date, under what it has waited under, and defer no more.
-
-        If the state, or something in it, was cleared or replaced by hand, and the table has other rows now, none waits.
-        """
-        if deferral.has_its_state(self.state.get(param)) or param.shape[:1] == deferral.lead:
-            deferral.flush(backend)
-        del self._deferrals[param]
-
     def _operate(self, param: Tensor, change: Callable[[State], None]) -> None:
         self._group_of(param)
         with self._lock:
@@ -356,9 +295,8 @@ class DeferredAdam(RowOptimizer):
     def _loaded(self, given: StateDict) -> None:
         backend = _backends.chosen()
         for param in list(self._deferrals):
-            self._deferral_of(
-                param, self._find_group(param), backend
-            )  # what waits under the state from before is settled, whatever was loaded
+            # What waits under the state from before is settled, whatever was loaded.
+            self._deferrals.going_on(param, self.state.get(param), self._find_group(param), backend)
         self._deferrals.clear()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -398,31 +336,6 @@ class DeferredAdamW(DeferredAdam):
         self._construct(params, {"lr": lr, "betas": betas, "eps": eps} | decay | options, allow_stale)
 
 
-@torch.no_grad()
-def _flush_orphans(deferrals: Mapping[Tensor, Deferral]) -> None:
-    """Bring up to date what a dropped optimizer leaves behind.
-
-    Garbage collection calls this, in the middle of anything: of a compilation, of a launch, of a trace. So it waits for
-    no lock and compiles nothing, and takes the reference, in plain torch operations.
-    """
-    with without_modes():
-        for deferral in deferrals.values():
-            with contextlib.suppress(ValueError):  # the table was replaced by another: nothing waits in that one
-                deferral.flush(in_plain_torch)
-
-
-def _ensure_maximum(state: State, param: Tensor, group: Group) -> None:
-    """Moments for this parameter; with amsgrad, the maximum is what it will be at the next step even without gradients.
-
-    Of rows that wait it must not change any more, and it would if amsgrad had been off while the moments grew.
-    """
-    has_history = "exp_avg" in state
-    ensure_moments(state, param, amsgrad=group["amsgrad"])
-    if group["amsgrad"] and has_history:
-        largest = state["max_exp_avg_sq"]
-        torch.maximum(largest, state["exp_avg_sq"] * group["betas"][1], out=largest)
-
-
 def _numbers_of(ids: Tensor, row_count: int, device: torch.device) -> Tensor:
     """Row numbers from ids of any shape, or from a mask over all rows."""
     if type(ids) is Tensor and ids.dtype is torch.int64 and ids.dim() == 1 and ids.is_cpu and device.type == "cpu":
@@ -436,11 +349,6 @@ def _numbers_of(ids: Tensor, row_count: int, device: torch.device) -> Tensor:
             raise ValueError(f"the mask has {len(numbers)} entries; expected one for each of the {row_count} rows")
         numbers = numbers.nonzero().view(-1)
     return numbers.to(device=device, dtype=torch.int64).contiguous()
-
-
-def _options(group: Group) -> Options:
-    beta1, beta2 = group["betas"]
-    return (float(beta1), float(beta2)), group["eps"], group["amsgrad"]
 
 
 def _rate(group: Group) -> Rate:

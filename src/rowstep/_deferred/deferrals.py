@@ -1,0 +1,104 @@
+"""All deferrals of an optimizer, by parameter: when one begins, how long it goes on, and when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._backends import Backend, in_plain_torch
+from .._schedule import Schedule
+from .._state import State, count_tensor, ensure_moments, lasting
+from .._torch_internals import without_modes
+from .deferral import Deferral, Options, new_schedule
+
+
+class Deferrals(dict[Tensor, Deferral]):
+    """Of the parameters some of whose rows may wait."""
+
+    def begin(
+        self, param: Tensor, state: State, lead: tuple[int, ...], taken: int, group: Mapping[str, Any]
+    ) -> Deferral:
+        """Begin to defer, if that has not begun: every row is up to date now, after the steps taken so far."""
+        with lasting():
+            _ensure_maximum(state, param, group)
+            if not isinstance(state["step"], Tensor):
+                state["step"] = count_tensor(state["step"])
+            if param not in self:
+                options = options_of(group)
+                schedule = self._schedule_at(taken, param.dtype, options)
+                self[param] = Deferral(param, state, lead, options, schedule)
+        return self[param]
+
+    def _schedule_at(self, taken: int, dtype: torch.dtype, options: Options) -> Schedule:
+        """A schedule for a parameter that has taken so many steps: that of another one, or its own."""
+        for other in self.values():
+            if other.step == taken and not other.schedule.step and other.options == options and other.dtype == dtype:
+                return other.schedule.twin()
+        return new_schedule(options, dtype, taken)
+
+    def going_on(
+        self,
+        param: Tensor,
+        state: State | None,
+        group: Mapping[str, Any] | None,
+        backend: Backend,
+        taken: int | None = None,
+    ) -> Deferral | None:
+        """The deferral of this parameter, if rows may wait under the state, the options and the dtype it has now.
+
+        If not, what waits is settled, and the deferral ends. So it does if somebody has set the count of steps: what
+        waits ends with the old one. ``taken`` is the count in a step, which can go on only with the same rows.
+        """
+        deferral = self.get(param)
+        if deferral is None:
+            return None
+        is_same = taken is None or (taken == deferral.step and param.shape[:1] == deferral.lead)
+        if is_same and group is not None and deferral.is_under(state, param.dtype, options_of(group)):
+            return deferral
+        self.end(param, state, backend)
+        return None
+
+    def end(self, param: Tensor, state: State | None, backend: Backend) -> None:
+        """Bring every row up to date, under what it has waited under, and defer no more.
+
+        If the state, or something in it, was cleared or replaced by hand, and the table has other rows now, none waits.
+        """
+        deferral = self[param]
+        if deferral.has_its_state(state) or param.shape[:1] == deferral.lead:
+            deferral.flush(backend)
+        del self[param]
+
+
+def options_of(group: Mapping[str, Any]) -> Options:
+    """The options of a group that a row's path depends on besides lr and weight decay."""
+    beta1, beta2 = group["betas"]
+    return (float(beta1), float(beta2)), group["eps"], group["amsgrad"]
+
+
+@torch.no_grad()
+def flush_orphans(deferrals: Deferrals) -> None:
+    """Bring up to date what a dropped optimizer leaves behind.
+
+    Garbage collection calls this, in the middle of anything: of a compilation, of a launch, of a trace. So it waits for
+    no lock and compiles nothing, and takes the reference, in plain torch operations.
+    """
+    with without_modes():
+        for deferral in deferrals.values():
+            with contextlib.suppress(ValueError):  # the table was replaced by another: nothing waits in that one
+                deferral.flush(in_plain_torch)
+
+
+def _ensure_maximum(state: State, param: Tensor, group: Mapping[str, Any]) -> None:
+    """Moments for this parameter; with amsgrad, the maximum is what it will be at the next step even without gradients.
+
+    Of rows that wait it must not change any more, and it would if amsgrad had been off while the moments grew.
+    """
+    has_history = "exp_avg" in state
+    ensure_moments(state, param, amsgrad=group["amsgrad"])
+    if group["amsgrad"] and has_history:
+        largest = state["max_exp_avg_sq"]
+        torch.maximum(largest, state["exp_avg_sq"] * group["betas"][1], out=largest)
