@@ -75,11 +75,11 @@ class Ranks:
     def _answer(self, rank: int, count: int) -> tuple[str, Any]:
         _, pipe = self._workers[rank]
         if not pipe.poll(2 * self._timeout):
-            raise RankError(f"rank {rank} of {count} does not answer")
+            raise RankError(f"rank {rank} of {count} is not responding")
         try:
             answer: tuple[str, Any] = pipe.recv()
         except EOFError:
-            raise RankError(f"rank {rank} of {count} has died") from None
+            raise RankError(f"rank {rank} of {count} exited unexpectedly") from None
         return answer
 
     def _end(self, patience: float) -> None:

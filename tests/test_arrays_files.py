@@ -292,16 +292,16 @@ class Bomb:
 def test_pickles_are_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     save_arrays(tmp_path / "state.npz", {"w/exp_avg": np.array([Bomb()], dtype=object)})
-    refused(tmp_path / "state.npz", "'w/exp_avg' has dtype object and shape .* expected floats, or one text")
+    refused(tmp_path / "state.npz", "'w/exp_avg' has dtype object and shape .* expected floats or a single string")
     assert not (tmp_path / "exploded").exists()
 
 
 def test_npz_files_of_others_are_rejected(tmp_path: Path) -> None:
     path, header = tmp_path / "state.npz", np.array(json.dumps({"version": 1}))
     np.savez(path, weights=np.ones(3))
-    refused(path, "holds no text 'rowstep.arrays'")
+    refused(path, "it has no entry 'rowstep.arrays'; expected one")
     save_arrays(path, {"rowstep.arrays": header}, np.savez_compressed)
-    refused(path, "is compressed")
+    refused(path, "is compressed; expected an uncompressed entry")
     save_arrays(path, {"rowstep.arrays": header})
     refused(path, "cannot be loaded: the state has no 'betas', 'decoupled_weight_decay', 'eps', 'lr', 'step', 'weight_")
     save_arrays(path, {"rowstep.arrays": np.array(json.dumps({"version": 2}))})
@@ -309,7 +309,7 @@ def test_npz_files_of_others_are_rejected(tmp_path: Path) -> None:
     save_arrays(path, {"rowstep.arrays": np.array("[" * 100_000)})
     refused(path)
     save_arrays(path, {"rowstep.arrays": header, "stray": np.ones(3)})
-    refused(path, "it holds 'stray'; expected '<name>/exp_avg' or '<name>/exp_avg_sq'")
+    refused(path, "it contains 'stray'; expected '<name>/exp_avg' or '<name>/exp_avg_sq'")
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("readme.txt", "hello")
     refused(path)
@@ -328,11 +328,11 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     [
         (b"{", "cannot be read"),
         (b"[" * 100_000, "cannot be read"),
-        ([], "its header is a list; expected an object"),
-        ({"__metadata__": {"rowstep.arrays": 3}}, "its metadata is .* expected texts"),
-        ({"__metadata__": []}, "its metadata is .* expected texts"),
-        ({"a": ENTRY}, "it holds no text 'rowstep.arrays'"),
-        (b'{"a": 1, "a": 2}', "its header names something twice"),
+        ([], "its header is a list; expected a JSON object"),
+        ({"__metadata__": {"rowstep.arrays": 3}}, "its metadata is .* expected strings"),
+        ({"__metadata__": []}, "its metadata is .* expected strings"),
+        ({"a": ENTRY}, "it has no entry 'rowstep.arrays'; expected one"),
+        (b'{"a": 1, "a": 2}', "its header has a duplicate key among"),
         ({"a": 3}, "'a' is 3; expected dtype, shape and data_offsets"),
         ({"a": {"dtype": "F32", "shape": [2]}}, "'a' is .* expected dtype, shape and data_offsets"),
         ({"a": ENTRY | {"dtype": "I64"}}, "'a' has dtype 'I64'; expected F16, F32, F64"),
@@ -340,11 +340,14 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({"a": ENTRY | {"shape": [-2]}}, r"'a' has \[-2\]; expected a list of sizes"),
         ({"a": ENTRY | {"shape": [2.0]}}, r"'a' has \[2.0\]; expected a list of sizes"),
         ({"a": ENTRY | {"shape": [True, 2]}}, r"'a' has \[True, 2\]; expected a list of sizes"),
-        ({"a": ENTRY | {"shape": [10**30]}}, "'a' lies at .* expected 4000000000000000000000000000000 bytes"),
+        (
+            {"a": ENTRY | {"shape": [10**30]}},
+            "'a' has data_offsets .* expected two, 4000000000000000000000000000000 bytes",
+        ),
         ({"a": ENTRY | {"shape": [0, 10**30], "data_offsets": [0, 0]}, "b": ENTRY}, "cannot be read"),
         ({"a": ENTRY | {"shape": [1] * 100 + [2]}}, "cannot be read"),
-        ({"a": ENTRY | {"data_offsets": [8, 0]}}, r"'a' lies at \(8, 0\); expected 8 bytes"),
-        ({"a": ENTRY | {"data_offsets": [0, 8, 8]}}, "'a' lies at .* expected 8 bytes"),
+        ({"a": ENTRY | {"data_offsets": [8, 0]}}, r"'a' has data_offsets \(8, 0\); expected two, 8 bytes apart"),
+        ({"a": ENTRY | {"data_offsets": [0, 8, 8]}}, "'a' has data_offsets .* expected two, 8 bytes apart"),
         ({"a": ENTRY, "b": ENTRY}, "'b' begins at 0; expected 8, where the array before it ends"),
         ({"a": ENTRY | {"data_offsets": [8, 16]}}, "'a' begins at 8; expected 0"),
         ({}, "bytes; expected 10"),
@@ -358,7 +361,7 @@ def test_safetensors_headers_that_break_the_format(header: Any, message: str, tm
 def test_a_header_longer_than_its_file(tmp_path: Path) -> None:
     path = tmp_path / "state.safetensors"
     path.write_bytes((2**63).to_bytes(8, "little") + b"{}")
-    refused(path, "a file of 10 bytes cannot have a header of 9223372036854775808")
+    refused(path, "it has 10 bytes and claims a header of 9223372036854775808 bytes; expected")
 
 
 def test_the_safetensors_package_reads_our_files_and_we_read_its(tmp_path: Path) -> None:
@@ -384,7 +387,7 @@ MOMENT = np.zeros((2, 3), np.float32)
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"step": 0}, ValueError, "the state's step is 0; expected an integer from 1"),
+        ({"step": 0}, ValueError, r"the state's step is 0; expected an integer in \[1, 2\^63\)"),
         ({"step": True}, ValueError, "the state's step is True; expected"),
         ({"step": 10**30}, ValueError, "the state's step is 1000"),
         ({"lr": float("nan")}, ValueError, "lr is nan; expected a finite number >= 0"),
@@ -394,26 +397,26 @@ MOMENT = np.zeros((2, 3), np.float32)
         (
             {"decoupled_weight_decay": True},
             ValueError,
-            "the state is of AdamW, this is Adam; expected AdamW to load it",
+            "the state was saved by AdamW; expected one saved by Adam. Load it with AdamW",
         ),
         ({"decoupled_weight_decay": 0}, ValueError, "decoupled_weight_decay is 0; expected True or False"),
         ({"lr": "0.1"}, TypeError, "lr is '0.1'; expected a finite number"),
         ({"lr": True}, TypeError, "lr is True; expected a finite number"),
         ({"betas": "00"}, TypeError, "betas is '00'; expected two numbers"),
-        ({"state": [1]}, ValueError, "the state's moments are a list; expected them by name"),
+        ({"state": [1]}, ValueError, "the state's moments are a list; expected a dict keyed by name"),
         ({"state": {"w": 3}}, ValueError, "the state of 'w' has a int; expected"),
         ({"state": {"w": {1: 1, "b": 2}}}, ValueError, r"the state of 'w' has \['1', 'b'\]; expected"),
         (
             {"state": {"w": {"exp_avg": np.zeros(3), "exp_avg_sq": np.array([np.nan, -0.5, 1])}}},
             ValueError,
-            "exp_avg_sq in the state of 'w' holds -0.5; expected no number below 0",
+            "exp_avg_sq in the state of 'w' contains -0.5; expected no negative values",
         ),
         ({"state": {3: {}}}, TypeError, "the name 3 is a int; expected a str"),
         ({"state": {"w": {"exp_avg": MOMENT}}}, ValueError, r"the state of 'w' has \['exp_avg'\]; expected"),
         ({"state": {"w": {"exp_avg": MOMENT, "exp_avg_sq": MOMENT, "x": 1}}}, ValueError, "the state of 'w' has"),
         ({"state": {"w": {"exp_avg": MOMENT, "exp_avg_sq": MOMENT[0]}}}, ValueError, "'w' is float32 of shape"),
         ({"state": {"w": {"exp_avg": MOMENT, "exp_avg_sq": MOMENT.astype(float)}}}, ValueError, "float64 of shape"),
-        ({"state": {"w": {"exp_avg": [1, 2], "exp_avg_sq": [1, 2]}}}, ValueError, "expected two arrays of floats"),
+        ({"state": {"w": {"exp_avg": [1, 2], "exp_avg_sq": [1, 2]}}}, ValueError, "expected two float arrays"),
     ],
 )
 def test_states_that_do_not_fit_are_refused_as_a_whole(
@@ -427,8 +430,8 @@ def test_states_that_do_not_fit_are_refused_as_a_whole(
 
 def test_adam_and_adamw_do_not_load_each_other(tmp_path: Path) -> None:
     trained(AdamW).save(tmp_path / "state.npz")
-    refused(tmp_path / "state.npz", "the state is of AdamW, this is Adam; expected AdamW to load it")
-    with pytest.raises(ValueError, match="the state is of Adam, this is AdamW"):
+    refused(tmp_path / "state.npz", "the state was saved by AdamW; expected one saved by Adam. Load it with AdamW")
+    with pytest.raises(ValueError, match="the state was saved by Adam; expected one saved by AdamW"):
         AdamW().load_state_dict(Adam().state_dict())
 
 

@@ -245,7 +245,7 @@ def test_clamping_where_there_is_nothing_or_only_dense() -> None:
 @pytest.mark.parametrize("clip_value", [-1.0, math.nan])
 def test_a_range_without_0_cannot_be_kept_by_a_sparse_gradient(clip_value: float) -> None:
     params, twins = mixed_and_dense()
-    with pytest.raises(ValueError, match=f"Invalid clip_value: {clip_value}; expected one >= 0"):
+    with pytest.raises(ValueError, match=f"Invalid clip_value: {clip_value}; expected >= 0"):
         clip_grad_value_(params, clip_value)
     assert_same_gradients(params, twins)
 

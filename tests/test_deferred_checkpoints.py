@@ -126,7 +126,7 @@ def test_a_state_that_cannot_be_deferred_is_refused_and_nothing_has_changed() ->
     twins.ours.flush()
     before = Snapshot(twins.ours)
     adam = torch.optim.Adam(twins.twin.parameters(), weight_decay=0.1)
-    with pytest.raises(ValueError, match=r"in group 0 of the loaded state; L2 folded.*use DeferredAdamW"):
+    with pytest.raises(ValueError, match=r"in group 0 of the loaded state; expected 0, because L2.*Use DeferredAdamW"):
         twins.ours.load_state_dict(adam.state_dict())
     adam = torch.optim.Adam(twins.twin.parameters(), betas=(0.99, 0.9))
     with pytest.raises(ValueError, match=r"Invalid betas: \(0.99, 0.9\) in group 0 of the loaded state"):

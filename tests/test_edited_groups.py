@@ -43,7 +43,7 @@ def test_an_option_that_cannot_be_is_refused_with_nothing_changed(optimizer: Any
     good = made.param_groups[1][name]
     made.param_groups[1][name] = value
     before = Snapshot(made)
-    with pytest.raises(ValueError, match=r"in group 1; (expected|L2)|Tensor lr must be 1-element in group 1"):
+    with pytest.raises(ValueError, match=r"in group 1; expected|Tensor lr must be 1-element in group 1"):
         made.step()
     before.assert_unchanged()
     made.param_groups[1][name] = good

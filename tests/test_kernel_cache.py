@@ -256,7 +256,7 @@ def test_a_step_where_neither_the_package_nor_the_home_can_be_written(tmp_path: 
     first, second, warning = done.stdout.splitlines()
     assert first == second
     assert "index 7" in first
-    assert "every process will compile them anew" in warning
+    assert "every process recompiles them" in warning
     assert "__pycache__" in warning
     assert str(tmp_path / "home") in warning
     assert "Set NUMBA_CACHE_DIR" in warning

@@ -119,11 +119,11 @@ def test_a_count_ends_where_float64_ends_to_count(kind: Any, options: dict[str, 
     run.give_gradients()
     before = Snapshot(run.optimizer)
     with pytest.raises(
-        ValueError, match=r"parameter 0 of group 0: its state 'step' is .*a whole number from 0 to 2\^53"
+        ValueError, match=r"parameter 0 of group 0: its state 'step' is .*an integer step count in \[0, 2\^53\)"
     ):
         run.optimizer.step()
     before.assert_unchanged()
-    with pytest.raises(ValueError, match=r"the loaded state of parameter 0: .*a whole number from 0 to 2\^53"):
+    with pytest.raises(ValueError, match=r"the loaded state of parameter 0: .*an integer step count in \[0, 2\^53\)"):
         run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
 
 

@@ -17,7 +17,7 @@ def test_a_rank_that_raises_or_dies_is_reported_and_leaves_no_process() -> None:
         with pytest.raises(RankError, match=r"(?s)rank 0:.*ZeroDivisionError"):
             ranks.run(1, divmod, 0)
         assert ranks.run(1, divmod, 2) == [(0, 0)]  # goes on: rank 0 divided by 2
-        with pytest.raises(RankError, match="rank 0 of 1 has died"):
+        with pytest.raises(RankError, match="rank 0 of 1 exited unexpectedly"):
             ranks.run(1, os._exit)
         assert set(multiprocessing.active_children()) == before
     finally:

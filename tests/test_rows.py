@@ -149,24 +149,33 @@ def test_a_gradient_of_the_old_rows_is_dropped() -> None:
 @pytest.mark.parametrize(
     ("operate", "error", "message"),
     [
-        (lambda opt, p: opt.grow(p, -1), ValueError, "rows is -1; expected how many rows to add"),
+        (lambda opt, p: opt.grow(p, -1), ValueError, "rows is -1; expected the number of rows to add"),
         (lambda opt, p: opt.grow(p, 2, torch.zeros(3, 2)), ValueError, r"init has shape \(3, 2\); expected \(2, 2\)"),
         (lambda opt, p: opt.keep_rows(p, torch.tensor([4])), IndexError, "id 4 is outside .* 0 <= id < 4"),
-        (lambda opt, p: opt.keep_rows(p, torch.tensor([1, 1])), ValueError, "more than once"),
+        (lambda opt, p: opt.keep_rows(p, torch.tensor([1, 1])), ValueError, "ids contains duplicates"),
         (lambda opt, p: opt.keep_rows(p, torch.tensor([0.5])), TypeError, "dtype torch.float32; expected integers"),
         (
             lambda opt, p: opt.keep_rows(p, torch.tensor([True])),
             ValueError,
-            "the mask has 1 entries; expected .* 4 rows",
+            "the mask has 1 entries; expected 4, one per row",
         ),
-        (lambda opt, p: opt.keep_rows(p, torch.tensor([[1]])), ValueError, "one-dimensional"),
+        (lambda opt, p: opt.keep_rows(p, torch.tensor([[1]])), ValueError, r"shape \(1, 1\); expected one dimension"),
         (
             lambda opt, p: opt.permute_rows(p, torch.tensor([1, 0])),
             ValueError,
-            "order has 2 entries; expected .* 4 rows",
+            "order has 2 entries; expected 4, with each row once",
+        ),
+        (
+            lambda opt, p: opt.permute_rows(p, torch.ones(4, dtype=torch.bool)),
+            ValueError,
+            "order is boolean; expected integer row numbers",
         ),
         (lambda opt, p: opt.reset_rows(p, torch.tensor([-1])), IndexError, "id -1 is outside"),
-        (lambda opt, p: opt.reset_rows(table(4, 2), torch.tensor([1])), ValueError, "not one of this optimizer's"),
+        (
+            lambda opt, p: opt.reset_rows(table(4, 2), torch.tensor([1])),
+            ValueError,
+            "does not belong to this optimizer",
+        ),
     ],
 )
 def test_what_cannot_be_done_changes_nothing(
@@ -208,10 +217,10 @@ def test_what_is_no_surgery_is_named() -> None:
     param = table(4, 2)
     optimizer: Any = SparseAdam([param])
     cases: list[tuple[Any, str]] = [
-        (lambda: optimizer.grow(param, 1.5), "rows is 1.5; expected how many"),
+        (lambda: optimizer.grow(param, 1.5), "rows is 1.5; expected the number of"),
         (lambda: optimizer.grow(param, 1, None), "init is None; expected a tensor"),
-        (lambda: optimizer.keep_rows(param, [1]), "expected a tensor, a mask or a list of ids, got list"),
-        (lambda: optimizer.reset_rows(None, torch.tensor([1])), "expected a parameter of this optimizer, got NoneType"),
+        (lambda: optimizer.keep_rows(param, [1]), "ids is a list; expected a tensor of ids or a boolean mask"),
+        (lambda: optimizer.reset_rows(None, torch.tensor([1])), "param is a NoneType; expected a parameter"),
     ]
     for action, message in cases:
         with pytest.raises((TypeError, ValueError), match=message):

@@ -15,11 +15,17 @@ from state_runs import KINDS, Kind, Run, assert_refused
 pytestmark = pytest.mark.usefixtures("backend")
 
 STRUCTURES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "no state": (lambda saved: saved.pop("state"), "expected a state dict with 'state' and 'param_groups'"),
-    "no groups": (lambda saved: saved.pop("param_groups"), "expected a state dict with 'state' and 'param_groups'"),
+    "no state": (lambda saved: saved.pop("state"), "has no 'state'; expected 'state' and 'param_groups'"),
+    "no groups": (lambda saved: saved.pop("param_groups"), "has no 'param_groups'; expected 'state' and"),
     "a list of states": (lambda saved: saved.update(state=[]), "'state' is a list; expected a dict"),
-    "a state that is a list": (lambda saved: saved["state"].update({0: []}), "expected a dict that holds a dict"),
-    "a state that is None": (lambda saved: saved["state"].update({0: None}), "expected a dict that holds a dict"),
+    "a state that is a list": (
+        lambda saved: saved["state"].update({0: []}),
+        "expected a dict with one dict per parameter",
+    ),
+    "a state that is None": (
+        lambda saved: saved["state"].update({0: None}),
+        "expected a dict with one dict per parameter",
+    ),
     "a group that is None": (lambda saved: saved.update(param_groups=[None]), "expected a list of dicts"),
     "groups in a dict": (lambda saved: saved.update(param_groups={}), "'param_groups' is a dict; expected a list"),
     "no params": (lambda saved: saved["param_groups"][0].pop("params"), "has params None; expected a list of"),
@@ -29,27 +35,30 @@ STRUCTURES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "one number for two": (
         lambda saved: saved["param_groups"][0].update(params=[0, 1, 0]),
-        "list parameter 0 twice; expected a number for each",
+        "list parameter 0 twice; expected a different number for each",
     ),
     "names that are none": (
         lambda saved: saved["param_groups"][0].update(param_names=None),
-        "expected a name for each",
+        "expected one name per parameter",
     ),
-    "too few names": (lambda saved: saved["param_groups"][0].update(param_names=["a"]), "expected a name for each"),
+    "too few names": (
+        lambda saved: saved["param_groups"][0].update(param_names=["a"]),
+        "expected one name per parameter",
+    ),
     "fewer params": (lambda saved: saved["param_groups"][0].update(params=[0], param_names=["a"]), "match the size"),
     "another group": (lambda saved: saved["param_groups"].append(saved["param_groups"][0]), "different number of"),
     "no group": (lambda saved: saved["param_groups"].clear(), "different number of"),
     "an order of rows that is none": (
         lambda saved: saved["state"][2].update(rowstep_row_order=torch.tensor([6, 3, 0])),
-        "the loaded order of the rows is .*expected one of 6 rows",
+        "the loaded row order is .*expected an order of 6 rows",
     ),
     "an order of other rows": (
         lambda saved: saved["state"][2].update(rowstep_row_order=torch.tensor([7, 1, 0])),
-        "the loaded order of the rows is .*expected one of 6 rows",
+        "the loaded row order is .*expected an order of 6 rows",
     ),
     "an order that is no list": (
         lambda saved: saved["state"][2].update(rowstep_row_order=3),
-        "the loaded order of the rows is 3; expected three numbers",
+        "the loaded row order is 3; expected an int64 tensor of three numbers",
     ),
 }
 

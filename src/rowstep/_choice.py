@@ -24,14 +24,16 @@ def choose(name: str, compiled: str, reference: str, *, stacklevel: int) -> Any:
             return import_module(compiled)
         if name == "numba":
             raise RuntimeError(
-                "ROWSTEP_BACKEND is 'numba', but NUMBA_DISABLE_JIT=1 turns Numba's compiler off; unset one of the two"
+                "ROWSTEP_BACKEND is 'numba', but NUMBA_DISABLE_JIT=1 disables Numba's compiler; unset one of them"
             )
-        reason = "NUMBA_DISABLE_JIT=1 turns Numba's compiler off"
+        reason = "NUMBA_DISABLE_JIT=1 disables Numba's compiler"
     except ImportError as error:
         if name == "numba":
             raise
         reason = f"Numba could not be imported: {error}"
     warnings.warn(
-        f"rowstep runs its slow reference implementation, because {reason}", RuntimeWarning, stacklevel=stacklevel + 1
+        f"rowstep is using its slow reference implementation, because {reason}",
+        RuntimeWarning,
+        stacklevel=stacklevel + 1,
     )
     return import_module(reference)

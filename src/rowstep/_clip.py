@@ -43,8 +43,8 @@ def clip_grad_norm_(
     total = _norm_over_ranks(parameters, norm_type, foreach)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients is {total.item()}, so it cannot be clipped; to scale "
-            "by it all the same, set error_if_nonfinite=False"
+            f"The total norm of order {norm_type} for gradients is {total.item()}, so it cannot be clipped; "
+            "expected a finite norm. To scale by it anyway, set error_if_nonfinite=False"
         )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     if factor.is_cpu and factor == 1:  # nothing to clip, and reading the factor costs no wait for a device
@@ -66,7 +66,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
     sparse, dense = _split(parameters)
     if sparse and not clip_value >= 0:
         raise ValueError(
-            f"Invalid clip_value: {clip_value}; expected one >= 0, as what a sparse gradient does not name stays 0"
+            f"Invalid clip_value: {clip_value}; expected >= 0, because rows that a sparse gradient does not name stay 0"
         )
     # All sums come first: a dense gradient, which torch clamps in place, may be the memory of a sparse one.
     clamped = [(grad, _clamped_sums(grad, clip_value)) for grad in sparse]
@@ -102,7 +102,7 @@ def _norm_over_ranks(parameters: list[Tensor], norm_type: float, foreach: bool |
     if len(by_peers) == 1:
         return _total_norm(parameters, norm_type, foreach)
     if not norm_type > 0:
-        raise ValueError(f"Invalid norm_type value: {norm_type}; expected one above 0 where tables are sharded")
+        raise ValueError(f"Invalid norm_type value: {norm_type}; expected > 0 with sharded tables")
     local: dict[Peers | None, float] = {}
 
     def measure(peers: Peers) -> float:

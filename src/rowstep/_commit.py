@@ -29,8 +29,9 @@ def replace_table(param: Tensor, table: Tensor, state: State, changed: State) ->
     renew = not _is_reduced_by_ddp(param)
     if not renew and table.shape != param.shape:
         raise RuntimeError(
-            f"the parameter belongs to a DistributedDataParallel, which knows it with {len(param)} rows; expected a "
-            f"model that is not wrapped: take its .module, drop the wrapper, change the table on every rank, wrap again"
+            f"the parameter belongs to a DistributedDataParallel that was created when it had {len(param)} rows; "
+            "expected an unwrapped model. Take its .module, drop the wrapper, change the table on every rank, and wrap "
+            "it again"
         )
     old_table, old_grad, old_state = param.data, param.grad, {key: state[key] for key in changed}
     moved: list[bool] = []
@@ -61,9 +62,9 @@ def _guard_old_graphs(param: Tensor, moved: list[bool]) -> None:
 def _refuse_if(moved: list[bool], shape: tuple[int, ...], _: Any) -> None:
     if moved:
         raise RuntimeError(
-            f"the rows of a table of shape {shape} were moved, added or dropped after this forward pass had read them; "
-            "expected the backward pass first: change tables between optimizer.step() and the next forward pass, or "
-            "run the forward pass again"
+            f"the rows of a table of shape {shape} were moved, added or dropped after this forward pass read them; "
+            "expected the backward pass before such a change. Change tables between optimizer.step() and the next "
+            "forward pass, or rerun the forward pass"
         )
 
 

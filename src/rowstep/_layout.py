@@ -43,7 +43,7 @@ class RowOrder(NamedTuple):
     def spread(cls, rows: int) -> RowOrder:
         """An order in which popular rows, wherever their ids lie, are far from each other."""
         if rows > _MOST_ROWS:
-            raise ValueError(f"a table has {rows} rows; expected at most {_MOST_ROWS}")
+            raise ValueError(f"num_embeddings is {rows}; expected at most {_MOST_ROWS}")
         multiplier = max(1, round(rows * _GOLDEN_SECTION))
         while math.gcd(multiplier, rows) > 1:
             multiplier += 1
@@ -53,10 +53,10 @@ class RowOrder(NamedTuple):
     def loaded(cls, constants: object, rows: int) -> RowOrder:
         """The order of a table of so many rows, from what a checkpoint says of it."""
         if not isinstance(constants, Tensor) or constants.shape != (3,) or constants.dtype != torch.int64:
-            raise ValueError(f"the loaded order of the rows is {constants!r}; expected three numbers of int64")
+            raise ValueError(f"the loaded row order is {constants!r}; expected an int64 tensor of three numbers")
         order = cls(*constants.tolist())
         if order.rows != rows or math.gcd(order.multiplier, rows) > 1 or min(order.multiplier, order.offset) < 0:
-            raise ValueError(f"the loaded order of the rows is {order}; expected one of {rows} rows")
+            raise ValueError(f"the loaded row order is {order}; expected an order of {rows} rows")
         return order
 
     def positions(self, ids: Tensor) -> Tensor:

@@ -22,11 +22,14 @@ from ._state import MOMENTS, State, described, largest_count, miscount, missing,
 
 def check_structure(state_dict: Any) -> None:
     """Raise unless this has the form of an optimizer's state dict."""
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-        raise ValueError(f"expected a state dict with 'state' and 'param_groups', got {_kind(state_dict)}")
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(f"the state dict is {_kind(state_dict)}; expected a dict with 'state' and 'param_groups'")
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(f"the state dict has no {key!r}; expected 'state' and 'param_groups'")
     states, groups = state_dict["state"], state_dict["param_groups"]
     if not isinstance(states, Mapping) or not all(isinstance(state, Mapping) for state in states.values()):
-        raise ValueError(f"'state' is {_kind(states)}; expected a dict that holds a dict for each parameter")
+        raise ValueError(f"'state' is {_kind(states)}; expected a dict with one dict per parameter")
     if not isinstance(groups, Sequence) or not all(isinstance(group, Mapping) for group in groups):
         raise ValueError(f"'param_groups' is {_kind(groups)}; expected a list of dicts")
     for index, group in enumerate(groups):
@@ -38,7 +41,7 @@ def _check_numbers(group: Mapping[str, Any], index: int) -> None:
     if not isinstance(numbers, (list, tuple)) or not all(isinstance(number, (int, str)) for number in numbers):
         raise ValueError(f"group {index} has params {reprlib.repr(numbers)}; expected a list of parameter numbers")
     if "param_names" in group and (not isinstance(names, (list, tuple)) or len(names) != len(numbers)):
-        raise ValueError(f"group {index} has param_names {reprlib.repr(names)}; expected a name for each parameter")
+        raise ValueError(f"group {index} has param_names {reprlib.repr(names)}; expected one name per parameter")
 
 
 def check_states(state_dict: StateDict, params: Sequence[Tensor]) -> None:
@@ -74,9 +77,9 @@ def check_slots(own: Mapping[str, Any], loaded: Mapping[str, Any], states: Seque
         has_history = [state for state in states if "exp_avg" in state and state.get("step") != 0]
         if has_history and not any(slot in state for state in has_history):
             raise ValueError(
-                f"no state has {slot!r}, though {option}={value!r} was saved{where}; expected it with the moments: "
-                "a checkpoint is read only into state that exists, so "
-                f"make the optimizer with {option}={value!r} before you read into it"
+                f"no state has {slot!r}, although {option}={value!r} was saved{where}; expected it beside the moments. "
+                "A checkpoint loads only into existing state: "
+                f"create the optimizer with {option}={value!r} before you load"
             )
 
 
@@ -101,7 +104,9 @@ def _param_of_each_number(state_dict: StateDict, params: Sequence[Tensor]) -> di
     found: dict[Any, Tensor] = {}
     for number, param in zip(_numbers(state_dict), params, strict=False):
         if found.setdefault(number, param) is not param:
-            raise ValueError(f"the loaded groups list parameter {number!r} twice; expected a number for each parameter")
+            raise ValueError(
+                f"the loaded groups list parameter {number!r} twice; expected a different number for each parameter"
+            )
     return found
 
 
@@ -112,7 +117,10 @@ def _numbers(state_dict: StateDict) -> list[Any]:
 def _flaw(state: State, param: Tensor) -> str | None:
     for key, value in state.items():
         if isinstance(value, Tensor) and value.layout == torch.strided and value.is_cpu and not has_memory(value):
-            return f"the storage of {key!r} is smaller than its shape {tuple(value.shape)} needs; expected all of it"
+            return (
+                f"the storage of {key!r} is too small for its shape {tuple(value.shape)}; "
+                "expected it to hold every element"
+            )
     if reason := missing(state):
         return f"it {reason}"
     for key in MOMENTS:
@@ -125,7 +133,7 @@ def _flaw(state: State, param: Tensor) -> str | None:
 
 def _moment_flaw(moment: object, param: Tensor) -> str | None:
     if isinstance(moment, Tensor) and moment.is_meta and not param.is_meta:
-        return "numbers"
+        return "a tensor with data"
     if isinstance(moment, Tensor) and moment.shape != param.shape:
         return f"the parameter's shape, {tuple(param.shape)}"
     return moment_flaw(moment)
@@ -135,14 +143,14 @@ def _counts_flaw(counts: object, param: Tensor) -> str | None:
     if not isinstance(counts, Tensor) or counts.layout != torch.strided or counts.is_meta:
         return "a dense tensor"
     if counts.shape != param.shape[: counts.dim()]:
-        return f"leading dimensions of {tuple(param.shape)}"
+        return f"the leading dimensions of {tuple(param.shape)}"
     if counts.dtype in (torch.bool, torch.uint16, torch.uint32, torch.uint64) or counts.is_complex():
-        return "whole numbers"
+        return "a dense tensor of int64"
     # torch's classes cast counts to the parameter's dtype, which has every whole number up to some bound only.
     bound = int(largest_count(counts.dtype)) if counts.is_floating_point() else 1 << 53
     whole = counts.to(torch.int64)  # what is not finite becomes something else; and int32 cannot compare with 2^53
     if not bool(((whole >= 0) & (whole < bound) & (whole == counts)).all()):
-        return f"whole numbers from 0 to {bound}, which this dtype tells apart"
+        return f"integers in [0, {bound}), which this dtype represents exactly"
     return None
 
 
@@ -166,7 +174,9 @@ def _refuse_shared_memory(weights: list[_Piece], moments: list[_Piece]) -> None:
         is_moment = piece in own
         for other_is_moment, other in reached.items():
             if piece[0] < other[1] and (is_moment or other_is_moment):
-                raise ValueError(f"the loaded state: {other[2]} and {piece[2]} share memory; expected each its own")
+                raise ValueError(
+                    f"the loaded state: {other[2]} and {piece[2]} share memory; expected separate memory for each"
+                )
         if is_moment not in reached or reached[is_moment][1] < piece[1]:
             reached[is_moment] = piece
 

@@ -15,7 +15,10 @@ def has_memory(tensor: Tensor) -> bool:
 
 def lost_memory(name: str, tensor: Tensor) -> str:
     """What to say of a tensor that has not."""
-    return f"the storage of {name} is smaller than its shape {tuple(tensor.shape)} needs; it was freed or resized"
+    return (
+        f"the storage of {name} is too small for its shape {tuple(tensor.shape)}: it was freed or resized; "
+        "expected it to hold every element"
+    )
 
 
 def span(tensor: Tensor) -> int:

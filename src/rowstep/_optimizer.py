@@ -158,7 +158,7 @@ class RowOptimizer(Optimizer):
         try:
             _, *values = map(group.__getitem__, self._options)  # lr comes first
         except KeyError as missing:
-            raise ValueError(f"{missing} is missing{where}; expected every option that the constructor has") from None
+            raise ValueError(f"{missing} is missing{where}; expected every option of the constructor") from None
         self._check_rate(group, where)
         known = self._checked.get(id(group), ())
         if len(known) == len(values) and all(map(operator.is_, values, known)):
@@ -193,9 +193,11 @@ class RowOptimizer(Optimizer):
     def permute_rows(self, param: Tensor, order: Tensor) -> None:
         """Reorder the rows of ``param``: the new row i is the old row ``order[i]``."""
         self._group_of(param)
+        if isinstance(order, Tensor) and order.dtype == torch.bool:
+            raise ValueError("order is boolean; expected integer row numbers. To drop rows, use keep_rows")
         rows = _rows.named_rows(param, order)
-        if order.dtype == torch.bool or len(rows) != _rows.row_count(param):
-            raise ValueError(f"order has {len(rows)} entries; expected each of the {len(param)} rows once")
+        if len(rows) != _rows.row_count(param):
+            raise ValueError(f"order has {len(rows)} entries; expected {len(param)}, with each row once")
         self._operate(param, lambda state: _rows.keep(param, state, rows))
 
     @torch.no_grad()
@@ -221,10 +223,13 @@ class RowOptimizer(Optimizer):
 
     def _group_of(self, param: Tensor) -> Group:
         if not isinstance(param, Tensor):
-            raise TypeError(f"expected a parameter of this optimizer, got {type(param).__name__}")
+            raise TypeError(f"param is a {type(param).__name__}; expected a parameter of this optimizer")
         group = self._find_group(param)
         if group is None:
-            raise ValueError(f"a parameter of shape {tuple(param.shape)} is not one of this optimizer's")
+            raise ValueError(
+                f"the parameter of shape {tuple(param.shape)} does not belong to this optimizer; "
+                "expected one from its param_groups"
+            )
         return group
 
     def _find_group(self, param: Tensor) -> Group | None:

@@ -36,7 +36,7 @@ def check_learning_rate(lr: float | Tensor, *, zero_allowed: bool, where: str = 
 def check_is_number(lr: float | Tensor, where: str = "") -> None:
     """What torch's optimizers ask of an lr once they run: schedules may make it anything."""
     if not isinstance(lr, (float, int)) and not _is_number(lr):
-        raise ValueError(f"Invalid learning rate: {_shown(lr)}{where}; expected a number, or a Tensor of one")
+        raise ValueError(f"Invalid learning rate: {_shown(lr)}{where}; expected a number or a one-element Tensor")
 
 
 def check_group(group: Mapping[str, Any], where: str = "") -> None:

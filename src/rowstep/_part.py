@@ -80,8 +80,8 @@ class TablePart:
 
         if value.shape[:1] != (self.order.rows,):
             raise ValueError(
-                f"a tensor of shape {tuple(value.shape)} was loaded for a table of {self.order.rows} rows; "
-                "expected all of its rows, as state_dict() gives them"
+                f"the loaded tensor has shape {tuple(value.shape)}; expected all {self.order.rows} rows of the table, "
+                "as state_dict() returns them"
             )
         if isinstance(value, DTensor):
             if order == self.order and _is_in_blocks(value):

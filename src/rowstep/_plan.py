@@ -97,15 +97,17 @@ def checked_gradient(param: Tensor, grad: Tensor) -> Tensor:
 def _check_fit(param: Tensor, grad: Tensor) -> None:
     dtype = param.dtype
     if dtype not in _FLOATS:
-        raise TypeError(f"the parameter has dtype {dtype}; expected a floating-point type of 16, 32 or 64 bits")
+        raise TypeError(f"the parameter has dtype {dtype}; expected a 16-, 32- or 64-bit floating-point dtype")
     if not grad.is_sparse and grad.layout != torch.strided:
         raise TypeError(f"the gradient's layout is {grad.layout}; expected torch.sparse_coo or torch.strided")
     if grad.shape != param.shape:
-        raise ValueError(f"the gradient has shape {tuple(grad.shape)}; expected the parameter's, {tuple(param.shape)}")
+        raise ValueError(
+            f"the gradient has shape {tuple(grad.shape)}; expected {tuple(param.shape)}, the parameter's shape"
+        )
     if grad.dtype != dtype and grad.dtype not in _FLOATS:
-        raise TypeError(f"the gradient has dtype {grad.dtype}; expected a floating-point type of 16, 32 or 64 bits")
+        raise TypeError(f"the gradient has dtype {grad.dtype}; expected a 16-, 32- or 64-bit floating-point dtype")
     if not (grad.is_cpu and param.is_cpu) and grad.device != param.device:
-        raise ValueError(f"the gradient is on {grad.device}; expected the parameter's device, {param.device}")
+        raise ValueError(f"the gradient is on {grad.device}; expected {param.device}, the parameter's device")
 
 
 def refuse_outside(gradient: RowGradient, backend: Backend) -> None:

@@ -32,9 +32,9 @@ def grow(param: Tensor, state: State, count: int, init: Init, row_steps: Tensor 
     """
     _refuse_a_part(param)
     if not isinstance(count, int) or count < 0:
-        raise ValueError(f"rows is {count}; expected how many rows to add, 0 or more")
+        raise ValueError(f"rows is {count}; expected the number of rows to add, 0 or more")
     if not isinstance(init, Tensor) and not callable(init):
-        raise TypeError(f"init is {init!r}; expected a tensor of weights, or a function that fills one")
+        raise TypeError(f"init is {init!r}; expected a tensor of weights, or a function that fills or returns one")
     old = row_count(param)
     table = param.new_empty(old + count, *param.shape[1:])
     table[:old] = param.detach()
@@ -85,27 +85,27 @@ def named_rows(param: Tensor, mask_or_ids: Tensor) -> Tensor:
     """Row numbers from a mask over all rows or from a list of distinct ids."""
     count = row_count(param)
     if not isinstance(mask_or_ids, Tensor):
-        raise TypeError(f"expected a tensor, a mask or a list of ids, got {type(mask_or_ids).__name__}")
+        raise TypeError(f"ids is a {type(mask_or_ids).__name__}; expected a tensor of ids or a boolean mask")
     if mask_or_ids.dim() != 1:
-        raise ValueError(f"expected a one-dimensional mask or list of ids, got shape {tuple(mask_or_ids.shape)}")
+        raise ValueError(f"ids has shape {tuple(mask_or_ids.shape)}; expected one dimension")
     if mask_or_ids.dtype == torch.bool:
         if len(mask_or_ids) != count:
-            raise ValueError(f"the mask has {len(mask_or_ids)} entries; expected one for each of the {count} rows")
+            raise ValueError(f"the mask has {len(mask_or_ids)} entries; expected {count}, one per row")
         return mask_or_ids.nonzero().squeeze(1).to(param.device)
     if mask_or_ids.is_floating_point() or mask_or_ids.is_complex():
-        raise TypeError(f"ids have dtype {mask_or_ids.dtype}; expected integers, or a mask of booleans")
+        raise TypeError(f"ids has dtype {mask_or_ids.dtype}; expected integers or a boolean mask")
     rows = mask_or_ids.to(param.device, torch.int64)
     outside = rows[(rows < 0) | (rows >= count)]
     if len(outside):
         raise IndexError(f"id {int(outside[0])} is outside the table; expected 0 <= id < {count}")
     if len(torch.unique(rows)) != len(rows):
-        raise ValueError("some ids occur more than once; expected each row at most once")
+        raise ValueError("ids contains duplicates; expected each row at most once")
     return rows
 
 
 def row_count(param: Tensor) -> int:
     if param.dim() == 0:
-        raise ValueError("a parameter without dimensions has no rows")
+        raise ValueError("the parameter has no dimensions, so it has no rows; expected at least one dimension")
     return len(param)
 
 
@@ -128,6 +128,7 @@ def _refuse_a_part(param: Tensor) -> None:
     part = part_of(param)
     if part is not None:
         raise ValueError(
-            f"the parameter is {len(param)} of the {part.order.rows} rows of a sharded table, whose size is fixed; "
-            "make it whole with to_embedding, change that, and divide it again with from_embedding"
+            f"the parameter holds {len(param)} of the {part.order.rows} rows of a sharded table; expected an unsharded "
+            "table, because the size of a sharded one is fixed. Unshard it with to_embedding, change it, and shard it "
+            "again with from_embedding"
         )

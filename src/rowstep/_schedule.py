@@ -71,14 +71,14 @@ def check_betas(beta1: float, beta2: float, *, amsgrad: bool, where: str = "") -
     """Raise if a row's path cannot be cut off: its terms must decay, and fast enough to keep a table of them."""
     if not amsgrad and beta1 >= math.sqrt(beta2):
         raise ValueError(
-            f"Invalid betas: {(beta1, beta2)}{where}; deferred steps need beta1 < sqrt(beta2), else the momentum of a "
-            "row outlives its second moment and no later step can be left out; use rowstep.SparseAdam or torch's Adam"
+            f"Invalid betas: {(beta1, beta2)}{where}; deferred steps need beta1 < sqrt(beta2), or a row's momentum "
+            "outlives its second moment and no later step can be skipped. Use rowstep.SparseAdam or torch.optim.Adam"
         )
     length = window_length(beta1, beta2, amsgrad=amsgrad)
     if length > _LONGEST_WINDOW:
         raise ValueError(
-            f"Invalid betas: {(beta1, beta2)}{where}; the momentum of a row would act for {length} steps, and deferred "
-            f"steps keep a table of at most {_LONGEST_WINDOW}; use a smaller beta1"
+            f"Invalid betas: {(beta1, beta2)}{where}; a row's momentum would act for {length} steps; expected at most "
+            f"{_LONGEST_WINDOW}. Use a smaller beta1"
         )
 
 
@@ -215,7 +215,10 @@ class Schedule:
     def _step_with(self, lr: Any, weight_decay: float, number: int) -> _Step:
         kept = float(1 - lr * weight_decay)
         if kept <= 0:
-            raise ValueError(f"lr * weight_decay is {float(lr * weight_decay)}; deferred steps need it below 1")
+            raise ValueError(
+                f"lr * weight_decay is {float(lr * weight_decay)}; expected less than 1. "
+                "Use a smaller lr or weight_decay"
+            )
         first, root = corrections(*self.betas, self.origin + number, math.sqrt)
         return float(lr * root / first), root, kept
 

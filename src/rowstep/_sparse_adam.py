@@ -98,7 +98,9 @@ class SparseAdam(RowOptimizer):
         if group["nonfinite"] == "raise" and (
             backend.has_nonfinite(gradient) if gradient is not None else not bool(grad.isfinite().all())
         ):
-            raise FloatingPointError("the gradient has a row that is not finite, and nonfinite='raise' was asked for")
+            raise FloatingPointError(
+                "the gradient has a non-finite row; expected finite values, because nonfinite='raise' is set"
+            )
 
     def _row_step(
         self,

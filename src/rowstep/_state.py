@@ -64,8 +64,8 @@ def zeros_like(param: Tensor) -> Tensor:
         memory = mmap.mmap(-1, byte_count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(
-            f"no memory for {byte_count} bytes of state of a parameter that is {described(param)} ({error}); expected "
-            "room for two or three times the parameter; free some, or use a smaller table or dtype"
+            f"cannot allocate {byte_count} bytes of state for a parameter that is {described(param)} ({error}); "
+            "expected memory for two or three times the parameter. Free some memory, or use a smaller table or dtype"
         ) from error
     with contextlib.suppress(OSError):  # a hint, and some systems are built without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -126,7 +126,7 @@ def misfit(state: State, param: Tensor) -> str | None:
 def incomplete(state: State) -> str | None:
     """Why this is not all of a state, or has no count of steps, or None."""
     if not ("exp_avg" in state and "exp_avg_sq" in state and "step" in state) and (reason := missing(state)):
-        return f"its state {reason}; load a whole state, or clear it to begin anew"
+        return f"its state {reason}. Load a complete state, or clear the state to start over"
     return miscount(state["step"]) if "step" in state else None
 
 
@@ -136,27 +136,36 @@ def slot_misfit(state: State, param: Tensor) -> str | None:
     if param.is_cpu and not has_memory(param):
         return lost_memory("the parameter", param)
     if overlaps_itself(param):
-        return f"the parameter has strides {param.stride()}; expected memory for each of its numbers, use .contiguous()"
-    owners = {param.data_ptr(): "of the weights"} if param.is_cpu else {}
+        return (
+            f"the parameter has strides {param.stride()}, so elements may share memory; expected separate memory for "
+            "each element. Use .contiguous()"
+        )
+    owners = {param.data_ptr(): "the weights"} if param.is_cpu else {}
     for key in MOMENTS:
         if key in state:
             moment = state[key]
             if not isinstance(moment, Tensor) or moment.shape != shape or moment.device != device:
-                return f"its state {key!r} is {described(moment)}, the parameter is {described(param)}"
+                return (
+                    f"its state {key!r} is {described(moment)}; expected the shape and device of the parameter, "
+                    f"which is {described(param)}"
+                )
             if reason := moment_flaw(moment):
                 return f"its state {key!r} is {described(moment)}; expected {reason}"
             if moment.is_cpu and not has_memory(moment):
-                return f"its state {key!r} lies in memory that was freed; expected memory for each of its numbers"
-            if owners and moment.numel() and (owner := owners.setdefault(moment.data_ptr(), key)) is not key:
-                return f"its state {key!r} lies in memory {owner}; expected memory of its own"
+                return lost_memory(f"its state {key!r}", moment)
+            if owners and moment.numel() and (owner := owners.setdefault(moment.data_ptr(), repr(key))) != repr(key):
+                return f"its state {key!r} shares memory with {owner}; expected memory of its own"
     if "row_step" in state:
         counts = state["row_step"]
         if not isinstance(counts, Tensor) or counts.shape != shape[: counts.dim()] or counts.device != device:
-            return f"its state 'row_step' is {described(counts)}, the parameter is {described(param)}"
+            return (
+                f"its state 'row_step' is {described(counts)}; expected the leading dimensions and device of the "
+                f"parameter, which is {described(param)}"
+            )
         if counts.dtype != torch.int64 or counts.layout != torch.strided:
             return f"its state 'row_step' is {described(counts)}; expected a dense tensor of int64"
         if counts.is_cpu and (not has_memory(counts) or overlaps_itself(counts)):
-            return f"its state 'row_step' is {described(counts)}; expected memory for each of its numbers"
+            return f"its state 'row_step' is {described(counts)}; expected separate memory for each element"
     return None
 
 
@@ -175,8 +184,8 @@ def moment_flaw(moment: object) -> str | None:
     if not isinstance(moment, Tensor) or moment.layout != torch.strided:
         return "a dense tensor"
     if moment.dtype not in FLOATS:
-        return "floating-point numbers of 16, 32 or 64 bits"
-    return "memory for each of its numbers" if overlaps_itself(moment) else None
+        return "a 16-, 32- or 64-bit floating-point dtype"
+    return "separate memory for each element" if overlaps_itself(moment) else None
 
 
 def described(value: object) -> str:
@@ -201,7 +210,7 @@ def miscount(step: object) -> str | None:
     if isinstance(number, (int, float)) and 0 <= number < _LARGEST_COUNT and number == int(number):
         return None
     found = number if isinstance(number, (int, float)) else step
-    return f"its state 'step' is {described(found)}; expected a count of steps, a whole number from 0 to 2^53"
+    return f"its state 'step' is {described(found)}; expected an integer step count in [0, 2^53)"
 
 
 def set_count(state: State, count: int) -> None:

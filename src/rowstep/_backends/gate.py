@@ -97,8 +97,8 @@ def admit_counts(state: State, lead: tuple[int, ...]) -> None:
     counted = tuple(state["row_step"].shape)
     if counted != lead:
         raise ValueError(
-            f"the gradient's rows run over dimensions {lead}, but bias_correction='row' has counted rows over "
-            f"{counted}; expected gradients of one sparse_dim"
+            f"the gradient's rows span dimensions {lead}, but bias_correction='row' has counted rows over {counted}; "
+            "expected the same sparse_dim in every gradient"
         )
 
 
@@ -107,8 +107,8 @@ def admit_table(param: Tensor, state: State, lead: Sequence[int], *, amsgrad: bo
     shape = param.shape
     if shape[: len(lead)] != lead:
         raise ValueError(
-            f"the parameter has shape {tuple(shape)} now; expected rows over {tuple(lead)}, as its state has; "
-            "change the rows of a table with the optimizer's grow, keep_rows or permute_rows"
+            f"the parameter now has shape {tuple(shape)}; expected leading dimensions {tuple(lead)}, as in its state. "
+            "To change the rows of a table, use the optimizer's grow, keep_rows or permute_rows"
         )
     _refuse_missing(state, amsgrad=amsgrad, counted=False)
     return admit_state(param, state)
@@ -163,7 +163,9 @@ def _refuse_missing(state: State, *, amsgrad: bool, counted: bool) -> None:
         return
     wanted = ["exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * amsgrad, *["row_step"] * counted]
     missing = next(key for key in wanted if key not in state)
-    raise ValueError(f"its state has no {missing!r}; load a whole state, or clear it to begin anew")
+    raise ValueError(
+        f"its state has no {missing!r}; expected a complete state. Load one, or clear the state to start over"
+    )
 
 
 def admit_gradient(gradient: RowGradient) -> bool:
@@ -179,8 +181,8 @@ def _admit_gradient(gradient: RowGradient) -> tuple[int, ...] | None:
     is_addressable, count = admit_rows(rows), rows.numel()
     if values.shape != (count, columns) or values.dtype not in _FLOATS:
         raise ValueError(
-            f"the gradient has values {described(values)} for row numbers {described(rows)}; expected a row of "
-            f"{columns} floating-point numbers for each"
+            f"the gradient has values {described(values)} for row numbers {described(rows)}; expected "
+            f"{columns} floating-point numbers per row number"
         )
     if not values.is_cpu or values.is_neg():
         return None
@@ -202,7 +204,7 @@ def _admit_gradient(gradient: RowGradient) -> tuple[int, ...] | None:
 def admit_rows(rows: Tensor) -> bool:
     """Raise unless these are row numbers; tell whether kernels can address them."""
     if rows.dim() != 1 or rows.dtype is not _INT64:
-        raise ValueError(f"the row numbers are {described(rows)}; expected a list of int64")
+        raise ValueError(f"the row numbers are {described(rows)}; expected a 1-D tensor of int64")
     if not rows.is_cpu:
         return False
     if not has_memory(rows):
@@ -213,9 +215,7 @@ def admit_rows(rows: Tensor) -> bool:
 def admit_notes(notes: Tensor, lead: Sequence[int], note: int = 0) -> Notes:
     """Raise unless there is a note for every row over ``lead``; ``note`` is what to write there."""
     if notes.shape != lead or notes.dtype is not torch.int32:
-        raise ValueError(
-            f"the notes per row are {described(notes)}; expected one int32 for each row over {tuple(lead)}"
-        )
+        raise ValueError(f"the per-row step numbers are {described(notes)}; expected int32 of shape {tuple(lead)}")
     if notes.is_cpu and not has_memory(notes):
-        raise ValueError(lost_memory("the notes per row", notes))
+        raise ValueError(lost_memory("the per-row step numbers", notes))
     return Notes(notes, note, notes.data_ptr() if notes.is_cpu and notes.is_contiguous() else 0)

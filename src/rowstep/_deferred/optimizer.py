@@ -30,9 +30,9 @@ from .deferrals import Deferrals, flush_orphans, options_of
 Rate = tuple[float | Tensor, float]
 
 _WAYS_OUT = (
-    "read them through an nn.Embedding or nn.EmbeddingBag that is attached to this optimizer (give it the model, or "
-    "call opt.attach(module)), or call opt.catch_up(param, ids) before you read them; "
-    "with opt.up_to_date(param) the whole table can be read"
+    "Read them through an nn.Embedding or nn.EmbeddingBag attached to this optimizer (pass it the model, or call "
+    "opt.attach(module)), or call opt.catch_up(param, ids) before the read. "
+    "To read the whole table, use opt.up_to_date(param)"
 )
 
 
@@ -95,9 +95,9 @@ class DeferredAdam(RowOptimizer):
         super()._check_group(group, where)
         if group["weight_decay"] != 0 and not group["decoupled_weight_decay"]:
             raise ValueError(
-                f"Invalid weight_decay value: {group['weight_decay']}{where}; L2 folded into the gradient cannot be "
-                "deferred, because both moments then depend on the weight; use DeferredAdamW, which decays the weight "
-                "itself as AdamW does"
+                f"Invalid weight_decay value: {group['weight_decay']}{where}; expected 0, because L2 added to the "
+                "gradient cannot be deferred: both moments would depend on the weight. Use DeferredAdamW, which decays "
+                "the weight itself"
             )
         beta1, beta2 = group["betas"]
         check_betas(float(beta1), float(beta2), amsgrad=group["amsgrad"], where=where)
@@ -109,8 +109,8 @@ class DeferredAdam(RowOptimizer):
         """Bring rows up to date before each lookup of the Embedding and EmbeddingBag modules in ``module``."""
         if not self._attach_all(module):
             raise ValueError(
-                f"{type(module).__name__} has no Embedding or EmbeddingBag whose weight this optimizer has; "
-                "for other reads call opt.catch_up(param, ids)"
+                f"{type(module).__name__} has no Embedding or EmbeddingBag whose weight belongs to this optimizer; "
+                "expected at least one. For other reads, call opt.catch_up(param, ids)"
             )
 
     def _attach_all(self, module: nn.Module) -> bool:
@@ -142,7 +142,7 @@ class DeferredAdam(RowOptimizer):
                 if outside is None and deferral is not None:
                     self._deferrals.end(param, state, backend)
             if outside is not None:
-                raise IndexError(outside_message(outside, row_count).replace("the gradient has index", "ids has"))
+                raise IndexError(f"id {outside} is outside the table; expected 0 <= id < {row_count}")
 
     def flush(self, param: Tensor | None = None) -> None:
         """Bring every row of ``param``, or of all parameters, up to date."""
@@ -197,7 +197,7 @@ class DeferredAdam(RowOptimizer):
         moment = state.get("exp_avg", grad)
         gradient = rows_of_first_dimension(grad, param.dtype, moment.dtype) if grad.is_sparse else None
         if gradient is None and moment.dtype != grad.dtype:  # torch's Adam would find out in the middle of its step
-            raise TypeError(f"the gradient has dtype {grad.dtype}; expected that of its state, {moment.dtype}")
+            raise TypeError(f"the gradient has dtype {grad.dtype}; expected {moment.dtype}, the dtype of its state")
         count, notes = plan.count_after(param, taken), None
         if deferral is not None and deferral.lead == param.shape[:1]:
             notes = deferral.notes_for(count)
@@ -226,7 +226,7 @@ class DeferredAdam(RowOptimizer):
         if stale and not self.allow_stale:
             raise StaleRowsError(
                 f"{stale} of the gradient's {len(gradient.rows)} rows were not up to date when they were read; "
-                f"{_WAYS_OUT}"
+                f"expected every row to be up to date. {_WAYS_OUT}"
             )
 
     def _begin_rows(self, step: RowStep, group: Group) -> RowUpdate:
@@ -341,12 +341,12 @@ def _numbers_of(ids: Tensor, row_count: int, device: torch.device) -> Tensor:
     if type(ids) is Tensor and ids.dtype is torch.int64 and ids.dim() == 1 and ids.is_cpu and device.type == "cpu":
         return ids.contiguous()  # by far the most frequent
     if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex():
-        found = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-        raise TypeError(f"ids are {found}; expected a tensor of integers, or a mask of booleans")
+        found = f"has dtype {ids.dtype}" if isinstance(ids, Tensor) else f"is a {type(ids).__name__}"
+        raise TypeError(f"ids {found}; expected an integer tensor or a boolean mask")
     numbers = ids.detach().reshape(-1)
     if numbers.dtype == torch.bool:
         if len(numbers) != row_count:
-            raise ValueError(f"the mask has {len(numbers)} entries; expected one for each of the {row_count} rows")
+            raise ValueError(f"the mask has {len(numbers)} entries; expected {row_count}, one per row")
         numbers = numbers.nonzero().view(-1)
     return numbers.to(device=device, dtype=torch.int64).contiguous()
 
@@ -361,5 +361,6 @@ def _check_decay(group: Mapping[str, Any], where: str) -> None:
     decay = float(group["lr"]) * group["weight_decay"]
     if decay >= 1:
         raise ValueError(
-            f"lr * weight_decay is {decay}{where}; deferred steps need it below 1, so that a weight is not negated"
+            f"lr * weight_decay is {decay}{where}; expected less than 1, so that weights keep their sign. "
+            "Use a smaller lr or weight_decay"
         )

@@ -162,8 +162,8 @@ def _warn_once(reason: str) -> None:
         return
     _has_warned = True
     warnings.warn(
-        f"rowstep cannot save its compiled kernels, and every process will compile them anew, some seconds in its "
-        f"first step: {reason}. Set NUMBA_CACHE_DIR to a directory that can be written to.",
+        "rowstep cannot cache its compiled kernels, so every process recompiles them, which adds a few seconds to its "
+        f"first step: {reason}. Set NUMBA_CACHE_DIR to a writable directory.",
         RuntimeWarning,
         stacklevel=2,
     )

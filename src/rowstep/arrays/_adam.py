@@ -147,9 +147,9 @@ class Adam:
             moments = Moments(*(np.zeros(param.shape, dtype, order) for _ in range(2)))
         elif moments.exp_avg.shape != param.shape or moments.exp_avg.dtype != dtype:
             raise ValueError(
-                f"{name!r}: the parameter has shape {param.shape} and dtype {dtype}, but the moments of this name have "
-                f"shape {moments.exp_avg.shape} and dtype {moments.exp_avg.dtype}; expected the array that the name "
-                "was first used for, or another name"
+                f"{name!r}: the parameter has shape {param.shape} and dtype {dtype}; expected shape "
+                f"{moments.exp_avg.shape} and dtype {moments.exp_avg.dtype}, as when this name was first used. "
+                "Use another name for another array"
             )
         else:
             moments = Moments(*(np.asarray(array, order=order) for array in moments))
@@ -164,14 +164,18 @@ class Adam:
             )
         step, decoupled = state_dict["step"], state_dict["decoupled_weight_decay"]
         if type(step) is not int or not 1 <= step < 1 << 63:
-            raise ValueError(f"the state's step is {step!r}; expected an integer from 1")
+            raise ValueError(f"the state's step is {step!r}; expected an integer in [1, 2^63)")
         if type(decoupled) is not bool:
             raise ValueError(f"the state's decoupled_weight_decay is {decoupled!r}; expected True or False")
         if decoupled != self.decoupled_weight_decay:
             owner = "AdamW" if decoupled else "Adam"
-            raise ValueError(f"the state is of {owner}, this is {type(self).__name__}; expected {owner} to load it")
+            raise ValueError(
+                f"the state was saved by {owner}; expected one saved by {type(self).__name__}. Load it with {owner}"
+            )
         if not isinstance(state_dict["state"], Mapping):
-            raise ValueError(f"the state's moments are a {type(state_dict['state']).__name__}; expected them by name")
+            raise ValueError(
+                f"the state's moments are a {type(state_dict['state']).__name__}; expected a dict keyed by name"
+            )
         loaded = Adam(**{key: state_dict[key] for key in _SETTINGS})
         loaded._step = step
         loaded._moments = {
@@ -204,11 +208,11 @@ def _checked_moments(name: str, moments: Any, *, copy: bool) -> Moments:
     if native(m.dtype) not in FLOATS or (m.shape, m.dtype) != (v.shape, v.dtype):
         raise ValueError(
             f"the state of {name!r} is {m.dtype} of shape {m.shape} and {v.dtype} of shape {v.shape}; expected two "
-            "arrays of floats, alike"
+            "float arrays of the same shape and dtype"
         )
     m, v = (array.astype(native(array.dtype), order="K", copy=False) for array in (m, v))
     # NaN and infinity are what a run that diverged leaves. But no sum of squares is below 0, and its root is taken.
     least = np.fmin.reduce(v, axis=None, initial=0)
     if least < 0:
-        raise ValueError(f"exp_avg_sq in the state of {name!r} holds {least}; expected no number below 0")
+        raise ValueError(f"exp_avg_sq in the state of {name!r} contains {least}; expected no negative values")
     return Moments(m, v)

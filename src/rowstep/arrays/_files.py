@@ -62,7 +62,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _state_from(texts: dict[str, str], arrays: Arrays) -> dict[str, Any]:
     if _HEADER not in texts:
-        raise ValueError(f"it holds no text {_HEADER!r}")
+        raise ValueError(f"it has no entry {_HEADER!r}; expected one, as save() writes")
     header = texts[_HEADER]
     rest = json.loads(header)
     if not isinstance(rest, dict) or rest.pop("version", None) != _VERSION:
@@ -71,7 +71,7 @@ def _state_from(texts: dict[str, str], arrays: Arrays) -> dict[str, Any]:
     for key, array in arrays.items():
         name, slash, field = key.rpartition("/")
         if not slash:
-            raise ValueError(f"it holds {key!r}; expected '<name>/exp_avg' or '<name>/exp_avg_sq'")
+            raise ValueError(f"it contains {key!r}; expected '<name>/exp_avg' or '<name>/exp_avg_sq'")
         state.setdefault(name, {})[field] = array
     return {**rest, "state": state}
 

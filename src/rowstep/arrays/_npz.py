@@ -49,15 +49,18 @@ def _checked_members(archive: zipfile.ZipFile, size: int) -> list[zipfile.ZipInf
     seen: set[str] = set()
     for info in members:
         if info.filename in seen:
-            raise ValueError(f"{info.filename} is there twice")
+            raise ValueError(f"it contains {info.filename} twice; expected each entry once")
         seen.add(info.filename)
         if info.compress_type != zipfile.ZIP_STORED:
-            raise ValueError(f"{info.filename} is compressed; expected it as it was saved")
+            raise ValueError(f"{info.filename} is compressed; expected an uncompressed entry, as save() writes")
         if not (0 <= info.header_offset < size and info.file_size == info.compress_size):
-            raise ValueError(f"{info.filename} has {info.file_size} bytes at {info.header_offset} of {size}")
+            raise ValueError(
+                f"{info.filename} claims {info.file_size} bytes, stored as {info.compress_size} at offset "
+                f"{info.header_offset}; expected equal sizes, at an offset inside the file's {size} bytes"
+            )
     claimed = sum(info.file_size for info in members)  # members on top of each other could claim any number of times it
     if claimed > size:
-        raise ValueError(f"it has {size} bytes; expected at least the {claimed} of its members")
+        raise ValueError(f"it has {size} bytes; expected at least {claimed}, the total of its entries")
     return members
 
 
@@ -65,10 +68,10 @@ def _read_array(key: str, member: Any, size: int) -> NDArray[Any]:
     """The one array of a .npy file of this many bytes."""
     version = np.lib.format.read_magic(member)
     if version != (1, 0):
-        raise ValueError(f"{key!r} is of version {version} of the .npy format; expected (1, 0)")
+        raise ValueError(f"{key!r} has .npy format version {version}; expected (1, 0)")
     shape, fortran, dtype = np.lib.format.read_array_header_1_0(member)
     if native(dtype) not in FLOATS and not (dtype.kind == "U" and shape == ()):
-        raise ValueError(f"{key!r} has dtype {dtype} and shape {shape}; expected floats, or one text")
+        raise ValueError(f"{key!r} has dtype {dtype} and shape {shape}; expected floats or a single string")
     expected = member.tell() + math.prod(shape) * dtype.itemsize
     if min(shape, default=0) < 0 or expected != size:
         raise ValueError(f"{key!r} has {size} bytes; expected {expected} for the shape {shape}")
@@ -79,5 +82,5 @@ def _read_array(key: str, member: Any, size: int) -> NDArray[Any]:
         memory[filled : filled + len(block)] = block
         filled += len(block)
     if filled != len(memory):
-        raise ValueError(f"{key!r} ends before its {expected} bytes do")
+        raise ValueError(f"{key!r} is truncated; expected {expected} bytes")
     return array

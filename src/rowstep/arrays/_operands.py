@@ -23,7 +23,7 @@ def checked_name(name: object) -> str:
             return name
     except UnicodeEncodeError:
         pass
-    raise ValueError(f"the name {name!r} holds a character that no file can; expected Unicode text without NUL")
+    raise ValueError(f"the name {name!r} has a character that cannot be saved; expected valid Unicode without NUL")
 
 
 def checked_param(name: str, param: object) -> FloatArray:
@@ -36,13 +36,13 @@ def checked_param(name: str, param: object) -> FloatArray:
         raise TypeError(f"{name!r}: the parameter has dtype {param.dtype}; expected {_EXPECTED_FLOATS}")
     if not param.flags.writeable:
         raise ValueError(
-            f"{name!r}: the parameter is read-only; expected an array that can be written, such as a np.memmap opened "
-            "with mode='r+'"
+            f"{name!r}: the parameter is read-only; expected a writable array. If it is a np.memmap, open it with "
+            "mode='r+'"
         )
     if _may_overlap_itself(param):
         raise ValueError(
-            f"{name!r}: the parameter's strides {param.strides} put elements of its shape {param.shape} in the same "
-            "memory; expected an array whose elements are its own"
+            f"{name!r}: the parameter has strides {param.strides} and shape {param.shape}, so elements may share "
+            "memory; expected separate memory for each element"
         )
     return np.asarray(param)
 
@@ -57,7 +57,7 @@ def checked_gradient(name: str, grad: object, shape: tuple[int, ...], param: Flo
     if gradient.shape != shape:
         raise ValueError(
             f"{name!r}: the gradient has shape {gradient.shape}; expected {shape}, "
-            f"as the parameter has shape {param.shape}"
+            f"because the parameter has shape {param.shape}"
         )
     return gradient
 
@@ -65,7 +65,10 @@ def checked_gradient(name: str, grad: object, shape: tuple[int, ...], param: Flo
 def checked_rows(name: str, rows: object, param: FloatArray) -> NDArray[np.int64]:
     """The row numbers, in the shape they came in, all inside the parameter's first axis."""
     if param.ndim == 0:
-        raise ValueError(f"{name!r}: the parameter has no rows, because its shape is (); step it with step()")
+        raise ValueError(
+            f"{name!r}: the parameter has shape (), so it has no rows; expected at least one dimension. "
+            "Use step() instead"
+        )
     numbers = np.asarray(rows)
     if numbers.size == 0 and not isinstance(rows, np.ndarray):
         numbers = numbers.astype(np.int64)  # an empty list becomes an array of floats
@@ -73,10 +76,7 @@ def checked_rows(name: str, rows: object, param: FloatArray) -> NDArray[np.int64
         raise TypeError(f"{name!r}: rows has dtype {numbers.dtype}; expected integers")
     if numbers.size and not (numbers.min() >= 0 and numbers.max() < len(param)):
         outside = numbers[(numbers < 0) | (numbers >= len(param))]
-        raise IndexError(
-            f"{name!r}: rows holds {outside.flat[0]}; expected numbers from 0 up to {len(param) - 1}, as the "
-            f"parameter has {len(param)} rows"
-        )
+        raise IndexError(f"{name!r}: rows contains {outside.flat[0]}; expected 0 <= row < {len(param)}")
     return np.ascontiguousarray(numbers, np.int64).reshape(numbers.shape)
 
 
@@ -89,7 +89,9 @@ def refuse_shared_memory(name: str, param: FloatArray, grad: FloatArray, *, same
         return
     same = param.ctypes.data == grad.ctypes.data and param.strides == grad.strides and param.dtype == grad.dtype
     if not (same_allowed and same) and _share_memory(param, grad):
-        raise ValueError(f"{name!r}: the gradient shares memory with the parameter; expected a gradient of its own")
+        raise ValueError(
+            f"{name!r}: the gradient shares memory with the parameter; expected separate memory. Pass a copy"
+        )
 
 
 def native(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -30,8 +30,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             yield file
     except OSError as error:
         reason = (
-            f"{error.strerror or error}; nothing was saved, and what was there before is as it was: make room or give "
-            "access, or save to another place"
+            f"{error.strerror or error}; nothing was saved, and any existing file is unchanged. Free disk space, fix "
+            "the permissions, or save to another path"
         )
         raise OSError(error.errno, reason, os.fspath(path)) from error
     _bring_to_disk(path.parent)

@@ -43,13 +43,16 @@ def read(file: BinaryIO) -> tuple[dict[str, str], dict[str, FloatArray]]:
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(size - 8, _LONGEST_HEADER):
-        raise ValueError(f"a file of {size} bytes cannot have a header of {length}")
+        raise ValueError(
+            f"it has {size} bytes and claims a header of {length} bytes; expected a header that fits after the first "
+            f"8 bytes and has at most {_LONGEST_HEADER}"
+        )
     header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
     if not isinstance(header, dict):
-        raise ValueError(f"its header is a {type(header).__name__}; expected an object")
+        raise ValueError(f"its header is a {type(header).__name__}; expected a JSON object")
     metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError(f"its metadata is {metadata!r}; expected texts")
+        raise ValueError(f"its metadata is {metadata!r}; expected strings")
     places = {key: _Place(key, entry) for key, entry in header.items()}
     end = 0
     for place in sorted(places.values(), key=lambda place: place.span):
@@ -64,7 +67,9 @@ def read(file: BinaryIO) -> tuple[dict[str, str], dict[str, FloatArray]]:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError(f"its header names something twice among {[key for key, _ in pairs][:20]}")
+        raise ValueError(
+            f"its header has a duplicate key among {[key for key, _ in pairs][:20]}; expected each key once"
+        )
     return found
 
 
@@ -80,14 +85,16 @@ class _Place:
         offsets = _sizes(key, entry["data_offsets"])
         self._nbytes = math.prod(self.shape) * self.dtype.itemsize
         if len(offsets) != 2 or offsets[1] - offsets[0] != self._nbytes:
-            raise ValueError(f"{key!r} lies at {offsets}; expected {self._nbytes} bytes for the shape {self.shape}")
+            raise ValueError(
+                f"{key!r} has data_offsets {offsets}; expected two, {self._nbytes} bytes apart for shape {self.shape}"
+            )
         self.span = offsets[0], offsets[1]
 
     def read(self, file: BinaryIO, start: int) -> FloatArray:
         file.seek(start + self.span[0])
         array = np.empty(self.shape, self.dtype)
         if self._nbytes and file.readinto(array.reshape(-1).view(np.uint8).data) != self._nbytes:  # type: ignore[attr-defined]
-            raise ValueError(f"{self.key!r} ends before its {self._nbytes} bytes do")
+            raise ValueError(f"{self.key!r} is truncated; expected {self._nbytes} bytes")
         return array
 
 

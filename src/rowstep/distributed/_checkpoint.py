@@ -59,7 +59,7 @@ def load(
     """
     if storage_reader is None:
         if checkpoint_id is None:
-            raise ValueError("expected checkpoint_id or storage_reader, to know what to read")
+            raise ValueError("neither checkpoint_id nor storage_reader was given; expected one of them")
         storage_reader = FileSystemReader(checkpoint_id)
     storage_reader.reset(checkpoint_id)
     for value in state_dict.values():

@@ -79,8 +79,8 @@ def ddp(model: nn.Module, process_group: ProcessGroup | None = None, **options: 
     tables = [module for module in model.modules() if _is_replicated_table(module)]
     if tables and options.get("static_graph"):
         raise ValueError(
-            "static_graph=True cannot be honoured with tables that every rank holds whole: their gradients are "
-            "exchanged when the backward pass is through, and DDP would wait for them within it"
+            "static_graph=True is not supported with replicated sparse tables: their gradients are exchanged after the "
+            "backward pass, but DDP would wait for them during it. Use static_graph=False, or shard the tables"
         )
     if tables:
         options.setdefault("find_unused_parameters", True)

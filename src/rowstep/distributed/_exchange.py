@@ -75,7 +75,7 @@ def ranks_of(group: ProcessGroup | None) -> tuple[int, int]:
         return 0, 1
     rank = dist.get_rank(group)
     if rank < 0:
-        raise ValueError("this process is not one of the ranks of the group")
+        raise ValueError("this process is not in the process group; expected one of its ranks")
     return rank, dist.get_world_size(group)
 
 
@@ -113,8 +113,8 @@ def swap_headers(
         _raise_everywhere(failure, group)
     if len(set(words)) > 1:
         raise RuntimeError(
-            "ranks look up different tables in one call, or some of them without a gradient; expected the same lookups "
-            f"in the same order on every rank (numbers of tables by rank: {[word >> 2 for word in words]})"
+            "ranks looked up different tables in one call, or only some of them with gradients; expected the same "
+            f"lookups in the same order on every rank (table numbers by rank: {[word >> 2 for word in words]})"
         )
     return cast(list[int], owed)
 
@@ -154,7 +154,7 @@ def _raise_everywhere(failure: Exception | None, group: ProcessGroup) -> None:
     if failure is not None:
         raise failure
     failed = "; ".join(f"rank {rank}: {report}" for rank, report in enumerate(reports) if report is not None)
-    raise PeerError(f"other ranks could not take part in this call; {failed}")
+    raise PeerError(f"this call failed on other ranks: {failed}")
 
 
 def _swap(outgoing: Tensor, way: Route) -> Tensor:

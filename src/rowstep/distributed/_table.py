@@ -53,9 +53,14 @@ class ShardedTable(nn.Module):
     ) -> None:
         super().__init__()
         if scale_grad_by_freq:
-            raise ValueError("scale_grad_by_freq=True cannot be honoured: torch has no such thing for sparse gradients")
+            raise ValueError(
+                "scale_grad_by_freq=True is not supported: torch does not support it for sparse gradients either. "
+                "Use scale_grad_by_freq=False"
+            )
         if not sparse:
-            raise ValueError("sparse=False cannot be honoured: the gradients of a sharded table are always sparse")
+            raise ValueError(
+                "sparse=False is not supported: the gradients of a sharded table are always sparse. Use sparse=True"
+            )
         if gradient not in ("mean", "sum"):
             raise ValueError(f"Invalid gradient value: {gradient!r}; expected 'mean' or 'sum'")
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
@@ -190,8 +195,8 @@ class ShardedTable(nn.Module):
             param is self.weight for param in parameters_of_ddp(active)
         ):
             raise RuntimeError(
-                "torch's DistributedDataParallel was given a model with a sharded table, and has overwritten every "
-                "rank's rows with those of rank 0; use rowstep.distributed.ddp"
+                "a model with a sharded table was wrapped in torch's DistributedDataParallel, which has overwritten "
+                "every rank's rows with those of rank 0. Recreate the model and use rowstep.distributed.ddp instead"
             )
 
     def _wanted_positions(self, ids: Tensor) -> Deduped:
@@ -208,7 +213,7 @@ class ShardedTable(nn.Module):
             kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
             raise TypeError(f"the ids are {kind}; expected a tensor of torch.int32 or torch.int64")
         if ids.device != self.weight.device:
-            raise ValueError(f"the ids are on {ids.device}; expected the table's device, {self.weight.device}")
+            raise ValueError(f"the ids are on {ids.device}; expected {self.weight.device}, the table's device")
         if ids.numel():
             lowest, highest = (int(bound) for bound in torch.aminmax(ids))
             if lowest < 0 or highest >= self.num_embeddings:
@@ -257,5 +262,5 @@ def _row_number(index: int | None, rows: int) -> int | None:
     if index is None:
         return None
     if not -rows <= index < rows:
-        raise ValueError(f"padding_idx is {index}; expected one of the table's {rows} rows")
+        raise ValueError(f"padding_idx is {index}; expected -{rows} <= padding_idx < {rows}")
     return index % rows

@@ -54,7 +54,10 @@ def batches(words: Words, size: int, seed: int) -> Iterator[Batch]:
         text = words.ids[rng.random(len(words.ids)) < keep[words.ids]]
         pairs = rng.permutation(_pairs(text, rng))
         if len(pairs) < size:
-            raise ValueError(f"a batch of {size:,} pairs is more than the text has ({len(pairs):,}): use --batch")
+            raise ValueError(
+                f"the batch has {size:,} pairs; expected at most {len(pairs):,}, all pairs of the text. "
+                "Pass a smaller --batch"
+            )
         for start in range(0, len(pairs) - size + 1, size):
             centres, contexts = pairs[start : start + size].T
             negatives = np.searchsorted(noise, rng.random((size, NEGATIVES)))
