@@ -59,7 +59,9 @@ def piece_of(number, jobs, pieces):
 
 
 @njit(**INLINE)
-def over_gradient(job, low, high, keys_from, keys_at, spare_at, total_at, like, g_like, rows_ahead, look_ahead, visit, table, result):  # fmt: skip  # noqa: E501
+def over_gradient(
+    job, low, high, keys_from, keys_at, spare_at, total_at, like, g_like, rows_ahead, look_ahead, visit, table, result
+):
     """Fold ``visit`` over the rows low..high-1 that a job's gradient names."""
     count, columns = job[COUNT], job[COLUMNS]
     shift = np.uint64(job[POSITION_BITS])
