@@ -210,6 +210,30 @@ def test_a_change_in_any_source_is_noticed_and_what_is_old_removed(
     assert files(directory) != old
 
 
+def test_an_update_under_a_running_process_is_not_mistaken_for_what_it_runs(tmp_path: Path) -> None:
+    package = tmp_path / "rowstep"
+    shutil.copytree(Path(rowstep.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    program = """
+import pathlib, sys
+from rowstep._kernels import cache
+if sys.argv[1:]:
+    with pathlib.Path(sys.argv[1]).open("a") as source:
+        source.write("# changed")
+print(cache.__file__, cache._versions())
+"""
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+
+    def name(*changed: Path) -> str:
+        command = [sys.executable, "-c", program, *map(str, changed)]
+        where, name = subprocess.check_output(command, text=True, env=environment).split()
+        assert Path(where).is_relative_to(package)
+        return name
+
+    before = name()
+    assert name(package / "_kernels" / "walk.py") == before
+    assert name() != before
+
+
 def test_the_sources_are_all_that_kernels_are_made_of() -> None:
     package = Path(rowstep.__file__).parent
     inside = set((package / "_kernels").glob("*.py"))

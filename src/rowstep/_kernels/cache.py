@@ -127,6 +127,12 @@ def _versions() -> str:
     return f"{_python()}-{digest.hexdigest()[:16]}"
 
 
+# Now, while the files are those that were imported: if the package is updated under a running process, what that
+# compiles later must not go by the name of the new sources, nor must it load what was made of them.
+with contextlib.suppress(OSError):
+    _versions()
+
+
 def _packed(compiled: Any) -> bytes:
     content = internals.packed(compiled)
     return _CHECKSUM(content).digest() + content
