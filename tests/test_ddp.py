@@ -109,7 +109,7 @@ def used_by(rank: int, step: int, ranks: int) -> tuple[bool, bool]:
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     if name == "DeferredAdamW":
         # The gradient of a whole table names rows that only other ranks have read, and brought up to date.
-        return rowstep.DeferredAdamW(model, lr=0.01, weight_decay=0.1, allow_stale=True)
+        return rowstep.DeferredAdamW(model, lr=0.01, weight_decay=0.1)
     return rowstep.SparseAdam(model.parameters(), lr=0.01)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deferred_cases import BAR, Twins, bag, distance, embedding, reading, zipf
+from deferred_cases import BAR, Twins, bag, distance, embedding, in_memory, reading, zipf
 from rowstep import DeferredAdam, DeferredAdamW
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -43,7 +43,7 @@ def waiting(steps: int = 15) -> Twins:
     twins = Twins(Model())
     twins.step(lambda model: model(torch.arange(40).repeat(2).reshape(-1, 2)))
     train(twins, steps)
-    assert distance(twins.model.users.weight, twins.twin.users.weight) > BAR
+    assert distance(in_memory(twins.model.users.weight), twins.twin.users.weight) > BAR
     return twins
 
 
@@ -104,12 +104,11 @@ def test_a_copy_of_the_model_is_flushed_and_plain(copied: Callable[[Any], Any]) 
     assert_same_weights(twin, twins.twin)
     assert type(twin.users) is nn.Embedding
     assert type(twin.items[0]) is nn.EmbeddingBag
-    for module in (twin.users, twin.items[0]):
-        assert not any("rowstep" in name for name in vars(module))
-        hooks = [hook for name, found in vars(module).items() if "hooks" in name for hook in found.values()]
-        assert hooks in ([], [note_call])
+    for param in twin.parameters():
+        assert type(param) is nn.Parameter
+        assert not vars(param)
     assert twin.users.mine == "kept"
-    assert len(twins.model.users._forward_pre_hooks) == 2
+    assert len(twin.users._forward_pre_hooks) == 1
     # The copy is nobody's: training goes on without it.
     before = twin.users.weight.detach().clone()
     train(twins, 5)
@@ -130,7 +129,7 @@ def test_training_goes_on_with_a_copy_of_both(copied: Callable[[Any], Any]) -> N
     assert twins.ours.param_groups[0]["params"][0] is twins.model.users.weight
     assert isinstance(twins.ours, DeferredAdamW)
     train(twins, 15)
-    assert distance(twins.model.users.weight, twins.twin.users.weight) > BAR  # the copy defers too
+    assert distance(in_memory(twins.model.users.weight), twins.twin.users.weight) > BAR  # the copy defers too
     twins.assert_same()
     assert_same_weights(original[0], before)
     assert type(copy.deepcopy(twins.model).users) is nn.Embedding
@@ -141,7 +140,6 @@ def test_the_optimizer_may_come_first(copied: Callable[[Any], Any]) -> None:
     twins = waiting()
     twins.ours, twins.model = copied((twins.ours, twins.model))
     train(twins, 10)
-    assert len(twins.model.users._forward_pre_hooks) == 1
     twins.assert_same()
 
 
@@ -228,13 +226,11 @@ def test_a_second_optimizer_takes_over(cls: type[DeferredAdam]) -> None:
     assert_same_weights(twins.model, twins.twin)
     gc.collect()
     train(twins, 15)
-    assert len(twins.model.users._forward_pre_hooks) == 1
     twins.assert_same()
 
 
 def test_a_second_optimizer_of_torchs_takes_over() -> None:
     twins = waiting()
-    twins.ours.flush()
     for module in (twins.model.users, twins.model.items[0]):
         module.sparse = False
     new = torch.optim.Adam(twins.model.parameters())

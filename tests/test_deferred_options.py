@@ -249,8 +249,8 @@ REFUSED: list[tuple[type[DeferredAdam], dict[str, Any], str]] = [
     (DeferredAdamW, {"betas": (0.9999, 0.99999)}, r"would act for \d+ steps"),
     (DeferredAdamW, {"lr": 1.0, "weight_decay": 1.0}, r"lr \* weight_decay is 1.0; expected less than 1"),
     (DeferredAdamW, {"weight_decay": -1.0}, "Invalid weight_decay value: -1.0"),
-    (DeferredAdam, {"lr": 0.0}, "Invalid learning rate: 0.0"),
-    (DeferredAdam, {"eps": 0.0}, "Invalid epsilon value: 0.0"),
+    (DeferredAdam, {"lr": -0.1}, "Invalid learning rate: -0.1"),
+    (DeferredAdam, {"eps": -1.0}, "Invalid epsilon value: -1.0"),
     (DeferredAdam, {"betas": (1.0, 0.9)}, "Invalid beta parameter at index 0: 1.0"),
     (DeferredAdam, {"amsgrad": "yes"}, "Invalid amsgrad: 'yes'"),
 ]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deferred_cases import BAR, Forward, Twins, assert_same_parameter, distance, embedding, optimizers, zipf
+from deferred_cases import BAR, Forward, Twins, assert_same_parameter, distance, embedding, in_memory, optimizers, zipf
 from gradients import Snapshot, copy_of, rows_of, step_with, table
 from rowstep import DeferredAdam, DeferredAdamW, StaleRowsError
 
@@ -25,8 +25,14 @@ def after_some_steps(**options: Any) -> Twins:
     return twins
 
 
-def without_module(ids: Tensor) -> Forward:
-    return lambda model: functional.embedding(ids, model.weight, sparse=model.sparse)
+def unseen(ids: Tensor) -> Forward:
+    """A lookup that the optimizer does not hear of."""
+
+    def look_up(model: Any) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return functional.embedding(ids, model.weight, sparse=model.sparse)
+
+    return look_up
 
 
 def test_a_stale_read_is_an_error_that_names_the_ways_out() -> None:
@@ -44,7 +50,7 @@ def test_a_stale_read_is_an_error_that_names_the_ways_out() -> None:
     before = Snapshot(optimizer)
     message = (
         r"parameter 0 of group 1: 3 of the gradient's 5 rows were not up to date when they were read; "
-        r"expected .*opt\.attach\(module\).*opt\.catch_up\(param, ids\).*opt\.up_to_date\(param\)"
+        r"expected .*opt\.catch_up\(param, ids\) or opt\.flush\(param\) before such a read"
     )
     for _ in range(2):
         with pytest.raises(StaleRowsError, match=message):
@@ -67,16 +73,16 @@ def test_the_error_knows_a_parameter_by_its_name() -> None:
 def test_the_run_goes_on_after_the_error() -> None:
     twins = after_some_steps()
     ids = torch.tensor([3, 35, 38])
-    torch.autograd.backward(functional.embedding(ids, twins.model.weight, sparse=True).sum())
+    torch.autograd.backward(unseen(ids)(twins.model).sum())
     with pytest.raises(StaleRowsError, match="of the gradient's"):
         twins.ours.step()
     twins.ours.catch_up(twins.model.weight, ids)
-    twins.step(without_module(ids))
+    twins.step(unseen(ids))
     twins.assert_same()
 
 
 @pytest.mark.parametrize("way", ["catch_up", "flush", "flush one", "up_to_date"])
-def test_reads_outside_of_a_module(way: str) -> None:
+def test_reads_that_are_not_seen(way: str) -> None:
     twins = after_some_steps()
     weight = twins.model.weight
     for _ in range(20):
@@ -91,9 +97,9 @@ def test_reads_outside_of_a_module(way: str) -> None:
         else:
             with twins.ours.up_to_date(weight) as same:
                 assert same is weight
-                twins.step(without_module(ids))
+                twins.step(unseen(ids))
             continue
-        twins.step(without_module(ids))
+        twins.step(unseen(ids))
     twins.assert_same()
 
 
@@ -101,7 +107,8 @@ def test_a_dense_gradient_of_stale_rows_is_an_error_too() -> None:
     twins = after_some_steps()
     before = Snapshot(twins.ours)
     twins.ours.zero_grad()
-    twins.model.weight.square().sum().backward()
+    with torch._C.DisableTorchFunctionSubclass():
+        twins.model.weight.square().sum().backward()
     with pytest.raises(StaleRowsError, match=r"of the gradient's 40 rows were not up to date"):
         twins.ours.step()
     before.assert_unchanged()
@@ -125,7 +132,7 @@ def test_steps_inside_of_a_block_keep_the_whole_table_current() -> None:
         twins.step(lambda model: model.weight[:7])
         assert distance(twins.model.weight, twins.twin.weight) <= BAR
     twins.look_up(5)
-    assert distance(twins.model.weight, twins.twin.weight) > BAR
+    assert distance(in_memory(twins.model.weight), twins.twin.weight) > BAR
     twins.assert_same()
 
 
@@ -134,7 +141,7 @@ def test_a_block_ends_with_an_error_and_the_rows_wait_again() -> None:
     with pytest.raises(KeyError), twins.ours.up_to_date(twins.model.weight):
         raise KeyError
     twins.look_up(5)
-    assert distance(twins.model.weight, twins.twin.weight) > BAR
+    assert distance(in_memory(twins.model.weight), twins.twin.weight) > BAR
 
 
 def test_a_block_before_the_first_step() -> None:
@@ -191,12 +198,11 @@ def test_a_gradient_that_comes_a_step_late(allow_stale: bool) -> None:
     twins.assert_same()
 
 
-def test_a_hook_that_changes_the_ids_behind_ours_is_noticed() -> None:
+def test_a_hook_that_changes_the_ids() -> None:
     twins = after_some_steps()
-    twins.model.register_forward_pre_hook(lambda module, args: (args[0] + 5,))
-    twins.model(torch.tensor([30])).sum().backward()
-    with pytest.raises(StaleRowsError, match="1 of the gradient's"):
-        twins.ours.step()
+    twins.each(lambda model, _: model.register_forward_pre_hook(lambda module, args: (args[0] + 5,)))
+    twins.look_up(30)
+    twins.assert_same()
 
 
 @pytest.mark.parametrize("ids", [[40], [-1], [3, 41, 2]])
@@ -228,10 +234,8 @@ def test_what_is_not_an_id_meets_torchs_own_error() -> None:
 @pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.Sequential(), embedding(3)])
 def test_attaching_a_module_without_our_tables(module: nn.Module) -> None:
     optimizer = DeferredAdam([table(3, 3)])
-    with pytest.raises(ValueError, match=rf"{type(module).__name__} has no Embedding or EmbeddingBag.*opt.catch_up"):
+    with pytest.raises(ValueError, match=rf"{type(module).__name__} has no parameter that belongs to this optimizer"):
         optimizer.attach(module)
-    assert not module._forward_pre_hooks
-    assert type(module) in (nn.Linear, nn.Sequential, nn.Embedding)
 
 
 def test_a_parameter_of_someone_else() -> None:
@@ -278,7 +282,7 @@ def test_a_stale_read_is_noticed_after_options_have_changed(change: dict[str, An
     """As a schedule of the betas does between a backward pass and its step."""
     twins = after_some_steps()
     twins.ours.zero_grad()
-    torch.autograd.backward(without_module(torch.tensor([35]))(twins.model).sum())
+    torch.autograd.backward(unseen(torch.tensor([35]))(twins.model).sum())
     twins.ours.param_groups[0].update(change)
     with pytest.raises(StaleRowsError, match="1 of the gradient's 1 rows"):
         twins.ours.step()

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.usefixtures("backend")
 OPTIMIZERS: list[Any] = [SparseAdam, DeferredAdam]
 BAD: list[tuple[str, Any]] = [
     *(("betas", value) for value in [(1.0, 0.999), (0.9, -0.1), None, 0.9, (0.9,), ("a", "b"), [0.9, 1.0]]),
-    *(("eps", value) for value in [None, 0.0, float("nan"), "x", torch.tensor(1e-8)]),
-    *(("weight_decay", value) for value in [None, -1.0, "x", torch.tensor(0.1)]),
+    *(("eps", value) for value in [None, -1.0, float("nan"), "x", torch.ones(2)]),
+    *(("weight_decay", value) for value in [None, -1.0, "x", torch.tensor(-0.1), torch.ones(2)]),
     *(("lr", value) for value in [None, "x", 1j, Decimal("0.1"), Fraction(1, 10), torch.ones(2)]),
     *((name, "x") for name in ("maximize", "amsgrad", "decoupled_weight_decay")),
 ]

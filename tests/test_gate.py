@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deferred_cases import embedding
+from deferred_cases import embedding, in_memory
 from gradients import Snapshot, rows_of, sparse, step_with, table
 from rowstep import DeferredAdam, SparseAdam, clip_grad_norm_
 from rowstep._backends import Outcome, RowUpdate, admit, admit_notes, admit_state, chosen
@@ -175,7 +175,6 @@ def deferred(rows: int = 10) -> tuple[nn.Embedding, DeferredAdam]:
 @pytest.mark.parametrize(
     "read",
     [
-        lambda module, optimizer: module.eval(),
         lambda module, optimizer: module.state_dict(),
         lambda module, optimizer: optimizer.state_dict(),
         lambda module, optimizer: optimizer.flush(),
@@ -183,17 +182,19 @@ def deferred(rows: int = 10) -> tuple[nn.Embedding, DeferredAdam]:
         lambda module, optimizer: optimizer.catch_up(module.weight, torch.tensor([3])),
         lambda module, optimizer: optimizer.keep_rows(module.weight, torch.tensor([0])),
     ],
-    ids=["eval", "state_dict", "optimizer's state_dict", "flush", "lookup", "catch_up", "keep_rows"],
+    ids=["state_dict", "optimizer's state_dict", "flush", "lookup", "catch_up", "keep_rows"],
 )
 def test_a_table_replaced_while_rows_wait_is_an_error(read: Callable[[Any, Any], object], rows: int) -> None:
+    """By something that the optimizer does not hear of; else the rows catch up first, and none waits any more."""
     module, optimizer = deferred()
-    module.weight.data = torch.zeros(rows, 4, dtype=torch.float64)
+    with torch._C.DisableTorchFunctionSubclass():
+        module.weight.data = torch.zeros(rows, 4, dtype=torch.float64)
     expected = (
         rf"\({rows}, 4\); expected leading dimensions \(10,\), as in its state\. .*grow, keep_rows or permute_rows"
     )
     with pytest.raises(ValueError, match=expected):
         read(module, optimizer)
-    assert not module.weight.any()
+    assert not in_memory(module.weight).any()
 
 
 @pytest.mark.parametrize("rows", [4, 100_000])

@@ -48,7 +48,7 @@ PRIVATE_MODULES = ("numba.core", "numba.misc", "numba.np")
 PRIVATE_ATTRIBUTES = {
     TORCH_INTERNALS: (
         "_C", "_indices", "_values", "_version", "_is_zerotensor", "_cdata", "_module_parameters",
-        "_get_active_ddp_module", "_optimizer_step_pre_hooks",
+        "_get_active_ddp_module",
     ),
     NUMBA_INTERNALS: ("_cache", "_reduce", "_rebuild", "magic_tuple", "_launch_threads", "call_internal_no_propagate"),
 }  # fmt: skip

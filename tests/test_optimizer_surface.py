@@ -31,6 +31,10 @@ def test_the_signature_begins_as_torchs_and_goes_on_with_keywords() -> None:
         "force_sparse": False,
         "bias_correction": "global",
         "nonfinite": "propagate",
+        "foreach": None,
+        "fused": None,
+        "capturable": False,
+        "differentiable": False,
     }
     assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(theirs) :])
 

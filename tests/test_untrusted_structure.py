@@ -79,10 +79,10 @@ OPTIONS: list[tuple[str, Any]] = [
         ("lr", value)
         for value in ("0.1", None, math.nan, 10**400, 1j, torch.tensor(1j), torch.empty((), device="meta"))
     ],
-    *[("eps", value) for value in ("1e-8", None, math.inf, torch.tensor(1e-8), torch.ones(2), [1e-8])],
+    *[("eps", value) for value in ("1e-8", None, math.inf, torch.tensor(-1e-8), torch.ones(2), [1e-8])],
     *[("betas", value) for value in (None, 0.9, "00", {0.8: 0, 0.9: 1}, torch.tensor([0.9, 0.99]), torch.tensor(0.9))],
     *[("betas", value) for value in ((None, 0.9), ("0", "0"), (torch.ones(2), 0.9), (0.9, 10**400))],
-    *[("weight_decay", value) for value in ("0", None, math.nan, torch.tensor(0.1), 10**400)],
+    *[("weight_decay", value) for value in ("0", None, math.nan, torch.tensor(-0.1), 10**400)],
     *[("amsgrad", value) for value in ("", None, 0.0, torch.tensor(True), torch.ones(2), [True])],
     ("maximize", 1.0),
 ]

@@ -42,9 +42,7 @@ class _Run:
         self.schedule = CosineAnnealingLR(self.optimizer, steps)
 
     def read(self, ids: Tensor) -> Tensor:
-        if isinstance(self.optimizer, DeferredAdam):
-            self.optimizer.catch_up(self.table, ids)
-        return self.table.detach()[ids]
+        return nn.functional.embedding(ids, self.table).detach()
 
     def step(self, gradient: Tensor) -> None:
         gradient = gradient.to(self.table.dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ def replace_table(param: Tensor, table: Tensor, state: State, changed: State) ->
 
     Whatever is raised on the way, an interrupt too, leaves parameter, state and gradient as they were.
     """
-    renew = not _is_reduced_by_ddp(param)
+    renew = ddp_around(param) is None
     if not renew and table.shape != param.shape:
         raise RuntimeError(
             f"the parameter belongs to a DistributedDataParallel that was created when it had {len(param)} rows; "
@@ -68,20 +68,22 @@ def _refuse_if(moved: list[bool], shape: tuple[int, ...], _: Any) -> None:
         )
 
 
-def _is_reduced_by_ddp(param: Tensor) -> bool:
-    """Whether DistributedDataParallel has its own hooks on the node of this parameter, which a new node would not have.
+def ddp_around(param: Tensor) -> DistributedDataParallel | None:
+    """The DistributedDataParallel that has hooks on the node of this parameter, which a new node would not have.
 
     Nothing on the parameter tells, so this looks for the wrapper among all objects: 30 ms per million of them, in
     programs with a process group only.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
-    if not _find_ddp_of(param):
-        return False
+        return None
+    if _find_ddp_around(param) is None:
+        return None
     gc.collect()  # a wrapper that nobody uses any more may still be there
-    return _find_ddp_of(param)
+    return _find_ddp_around(param)
 
 
-def _find_ddp_of(param: Tensor) -> bool:
-    wrappers = [thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel)]
-    return any(param is other for wrapper in wrappers for other in parameters_of_ddp(wrapper))
+def _find_ddp_around(param: Tensor) -> DistributedDataParallel | None:
+    for thing in gc.get_objects():
+        if issubclass(type(thing), DistributedDataParallel) and any(param is own for own in parameters_of_ddp(thing)):
+            return cast(DistributedDataParallel, thing)
+    return None

@@ -30,9 +30,10 @@ def update_all(items: Iterable[_Operands], group: Mapping[str, Any]) -> None:
     """One torch.optim.Adam step for these (parameter, gradient, state with moments) under the options of one group."""
     fused: dict[tuple[torch.device, torch.dtype], list[_Operands]] = {}
     plain: list[_Operands] = []
+    may_fuse = group.get("fused") or (group.get("fused") is None and group.get("foreach") is None)  # as torch has it
     for param, grad, state in items:
         _ensure_countable(state, param.device)
-        if _can_fuse(param, grad, state):
+        if may_fuse and _can_fuse(param, grad, state):
             fused.setdefault((param.device, param.dtype), []).append((param, grad, state))
         else:
             plain.append((param, grad, state))
@@ -123,16 +124,16 @@ def _call_torch(items: list[_Operands], group: Mapping[str, Any], *, fused: bool
         [state["exp_avg_sq"] for state in states],
         [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
         [state["step"] for state in states],
-        foreach=None if fused else False,
+        foreach=None if fused else bool(group.get("foreach")),
         fused=fused,
         amsgrad=bool(group["amsgrad"]),
         beta1=float(group["betas"][0]),
         beta2=float(group["betas"][1]),
         lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
+        weight_decay=float(group["weight_decay"]),
+        eps=float(group["eps"]),
         maximize=bool(group["maximize"]),
-        decoupled_weight_decay=group["decoupled_weight_decay"],
+        decoupled_weight_decay=bool(group["decoupled_weight_decay"]),
     )
 
 

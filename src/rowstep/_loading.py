@@ -18,6 +18,7 @@ from torch.optim.optimizer import StateDict
 from ._memory import has_memory, span
 from ._rules.adam import SLOTS
 from ._state import MOMENTS, State, described, largest_count, miscount, missing, moment_flaw
+from ._waiting import plain_class
 
 
 def check_structure(state_dict: Any) -> None:
@@ -160,7 +161,7 @@ _Piece = tuple[int, int, str]
 
 def _memory(name: str, tensor: Tensor) -> list[_Piece]:
     """Where a tensor lies, if it lies in one piece of this machine's memory."""
-    if type(tensor) not in (Tensor, Parameter) or not tensor.is_cpu or span(tensor) != tensor.numel():
+    if plain_class(tensor) not in (Tensor, Parameter) or not tensor.is_cpu or span(tensor) != tensor.numel():
         return []
     start = tensor.data_ptr()
     return [(start, start + tensor.nbytes, name)] if tensor.nbytes else []

@@ -20,17 +20,32 @@ from torch.optim.optimizer import ParamsT, StateDict
 from . import _backends, _dense, _part, _rows
 from ._backends import Backend, Outcome, RowUpdate
 from ._loading import check_slots, check_states, check_structure, tidied
-from ._options import check_group, check_is_number, check_layouts, check_learning_rate, parameter_name
+from ._options import (
+    HOW_TORCH_STEPS,
+    check_group,
+    check_is_number,
+    check_layouts,
+    check_learning_rate,
+    parameter_name,
+)
 from ._plan import DenseStep, Group, Plan, RowStep, checked_gradient, steps_taken
 from ._rows import Init
 from ._state import State, allocate, ensure_moments, misfit
+from ._torch_internals import plainly
+from ._waiting import take_over
 
 
 class RowOptimizer(Optimizer):
     """An Adam that takes sparse gradients row by row. Subclasses say how, in ``_plan_parameter`` and ``_counter``."""
 
+    _zero_allowed = False
+    """Whether lr and eps may be 0."""
+
+    _own_when_loading: tuple[str, ...] = HOW_TORCH_STEPS
+    """Options that a loaded state dict does not change."""
+
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        check_learning_rate(defaults["lr"], zero_allowed=False)
+        check_learning_rate(defaults["lr"], zero_allowed=self._zero_allowed)
         self._check_group(defaults, "")
         self._is_complete, self._options = False, tuple(defaults)
         self._begin()
@@ -51,7 +66,7 @@ class RowOptimizer(Optimizer):
 
     def _check_group(self, group: Mapping[str, Any], where: str) -> None:
         """Raise if these options cannot be honoured; ``where`` names the group."""
-        check_group(group, where)
+        check_group(group, where, zero_eps_allowed=self._zero_allowed)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with the same checks as the constructor. A refused group is not added."""
@@ -84,10 +99,15 @@ class RowOptimizer(Optimizer):
         with self._lock:
             self._finish_step()
             backend = _backends.chosen()
-            plans = [self._plan(index, group, backend) for index, group in enumerate(self.param_groups)]
+            plans = plainly(self._plans, backend)
             for plan in plans:
-                self._apply(plan, backend)
+                plainly(self._apply_rows, plan, backend)
+                if plan.dense:
+                    self._step_dense(plan.dense, plan.group, backend)
         return loss
+
+    def _plans(self, backend: Backend) -> list[Plan]:
+        return [self._plan(index, group, backend) for index, group in enumerate(self.param_groups)]
 
     def _plan(self, group_index: int, group: Group, backend: Backend) -> Plan:
         """What this group has to do. Writes nothing, and raises if some option or gradient cannot be taken."""
@@ -97,6 +117,7 @@ class RowOptimizer(Optimizer):
             grad = param.grad
             if grad is None:
                 continue
+            take_over(param, self)
             try:
                 state = self.state.get(param, {})
                 self._plan_parameter(plan, param, checked_gradient(param, grad), state, steps_taken(state), backend)
@@ -104,13 +125,11 @@ class RowOptimizer(Optimizer):
                 raise type(flaw)(f"{parameter_name(group, group_index, index)}: {flaw}") from flaw
         return plan
 
-    def _apply(self, plan: Plan, backend: Backend) -> None:
-        """Do what is planned: all tables of a kind in one launch, and then what is for torch's dense Adam."""
+    def _apply_rows(self, plan: Plan, backend: Backend) -> None:
+        """Take the planned row steps: all tables of a kind in one launch."""
         updates = [step.update or self._begin_rows(step, plan.group) for step in plan.rows]
         for batch in backend.batches(updates):
             self._whole_or_not_at_all(batch.update, self._counter(batch.updates, plan.group, backend))
-        if plan.dense:
-            self._step_dense(plan.dense, plan.group, backend)
 
     def _plan_parameter(
         self, plan: Plan, param: Tensor, grad: Tensor, state: State, taken: int, backend: Backend
@@ -150,7 +169,7 @@ class RowOptimizer(Optimizer):
     def _finish_step(self) -> None:
         """Take a step to its end that was interrupted a second time while that was done, or by a signal's handler."""
         if self._unfinished is not None:
-            self._unfinished()
+            plainly(self._unfinished)
             self._unfinished = None
 
     def _check_again(self, group: Group, where: str) -> None:
@@ -281,7 +300,8 @@ class RowOptimizer(Optimizer):
         def check(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
             check_structure(state_dict)
             given.update(_part.for_each_param(state_dict, self._all_params(), _local_state))
-            check_states(given, self._all_params())
+            given["param_groups"] = [self._with_own(index, group) for index, group in enumerate(given["param_groups"])]
+            plainly(check_states, given, self._all_params())
             for index, (own, new) in enumerate(zip(own_groups, given["param_groups"], strict=False)):
                 where = f" in group {index} of the loaded state"
                 check_learning_rate((own | new)["lr"], zero_allowed=True, where=where)
@@ -314,6 +334,11 @@ class RowOptimizer(Optimizer):
                 last.remove()
                 first.remove()
 
+    def _with_own(self, index: int, loaded: Mapping[str, Any]) -> dict[str, Any]:
+        """A loaded group with the options that stay this optimizer's own."""
+        own = self.param_groups[index] if index < len(self.param_groups) else {}
+        return dict(loaded) | {key: own[key] for key in self._own_when_loading if key in own}
+
     def _loaded(self, given: StateDict) -> None:
         """Called when a state has been loaded, before the users' own hooks."""
 
@@ -326,7 +351,7 @@ class RowOptimizer(Optimizer):
         if "_lock" not in self.__dict__:  # a copy or an unpickled optimizer, not a loaded state dict
             self._begin()
         super().__setstate__(state)
-        self._options = tuple(name for name in self.defaults if name != "differentiable")  # which torch puts there
+        self._options = tuple(self.defaults)
 
 
 def _local_state(state: State, param: Tensor) -> State:

@@ -21,7 +21,14 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "force_sparse": (False, True),
     "bias_correction": ("global", "row"),
     "nonfinite": ("propagate", "skip", "raise"),
+    "foreach": (None, False, True),
+    "fused": (None, False, True),
+    "capturable": (False, True),
+    "differentiable": (False, True),
 }
+
+HOW_TORCH_STEPS = ("foreach", "fused", "capturable", "differentiable")
+"""Options that say how torch steps parameters with dense gradients, and not where to."""
 
 
 def check_learning_rate(lr: float | Tensor, *, zero_allowed: bool, where: str = "") -> None:
@@ -39,11 +46,12 @@ def check_is_number(lr: float | Tensor, where: str = "") -> None:
         raise ValueError(f"Invalid learning rate: {_shown(lr)}{where}; expected a number or a one-element Tensor")
 
 
-def check_group(group: Mapping[str, Any], where: str = "") -> None:
+def check_group(group: Mapping[str, Any], where: str = "", *, zero_eps_allowed: bool = False) -> None:
     """Everything in a group but its lr; ``where`` names the group in the message."""
     eps, betas, weight_decay = group["eps"], group["betas"], group["weight_decay"]
-    if isinstance(eps, Tensor) or not (_is_finite(eps) and eps > 0):
-        raise ValueError(f"Invalid epsilon value: {_shown(eps)}{where}; expected a finite number > 0")
+    if not (_is_finite(eps) and (eps >= 0 if zero_eps_allowed else eps > 0)):
+        bound = ">= 0" if zero_eps_allowed else "> 0"
+        raise ValueError(f"Invalid epsilon value: {_shown(eps)}{where}; expected a finite number {bound}")
     if not isinstance(betas, Sequence) or len(betas) != 2:
         raise ValueError(f"Invalid betas: {betas}{where}; expected two numbers in [0, 1)")
     for index, beta in enumerate(betas):
@@ -51,12 +59,24 @@ def check_group(group: Mapping[str, Any], where: str = "") -> None:
             raise ValueError(
                 f"Invalid beta parameter at index {index}: {_shown(beta)}{where}; expected a number in [0, 1)"
             )
-    if isinstance(weight_decay, Tensor) or not (_is_finite(weight_decay) and weight_decay >= 0):
+    if not (_is_finite(weight_decay) and weight_decay >= 0):
         raise ValueError(f"Invalid weight_decay value: {_shown(weight_decay)}{where}; expected a finite number >= 0")
     for name, choices in CHOICES.items():
         if name in group and (isinstance(group[name], (Tensor, float)) or group[name] not in choices):
             expected = " or ".join(map(repr, choices))
             raise ValueError(f"Invalid {name}: {group[name]!r}{where}; expected {expected}")
+    if group.get("foreach") and group.get("fused"):
+        raise RuntimeError(f"`fused` and `foreach` cannot be `True` together{where}; expected one of them")
+    if group.get("capturable"):
+        raise ValueError(
+            f"capturable=True is not supported{where}: steps are counted in Python, and a CUDA graph would replay one "
+            "of them for ever. Use capturable=False"
+        )
+    if group.get("differentiable"):
+        raise ValueError(
+            f"differentiable=True is not supported{where}: rows are updated in place, which autograd does not see. Use "
+            "differentiable=False, or torch.optim.Adam"
+        )
 
 
 def _is_number(value: object) -> bool:

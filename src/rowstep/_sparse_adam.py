@@ -47,6 +47,8 @@ class SparseAdam(RowOptimizer):
             ``"skip"`` leaves the row unchanged and counts it in :attr:`skipped_rows`; ``"raise"`` raises
             FloatingPointError before anything is written. In a dense gradient, a row is a slice along the first
             dimension.
+        foreach, fused: how torch steps parameters with dense gradients; by default fused where that is safe.
+        capturable, differentiable: refused if True.
 
     Moments are kept in the parameter's dtype. For 16-bit parameters the arithmetic runs in float32.
     """
@@ -68,6 +70,10 @@ class SparseAdam(RowOptimizer):
         force_sparse: bool = False,
         bias_correction: str = "global",
         nonfinite: str = "propagate",
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -80,6 +86,10 @@ class SparseAdam(RowOptimizer):
             "force_sparse": force_sparse,
             "bias_correction": bias_correction,
             "nonfinite": nonfinite,
+            "foreach": foreach,
+            "fused": fused,
+            "capturable": capturable,
+            "differentiable": differentiable,
         }
         super().__init__(params, defaults)
         self.skipped_rows = 0

@@ -7,12 +7,12 @@ what                                  for what                                  
 ``_storage_Use_Count``                whether values are nobody else's          clipping always makes new values
 ``is_functorch_wrapped_tensor``       ids under vmap                            each lookup flushes its table
 ``_get_tracing_state``                keep catch-ups out of torch.jit.trace     they are traced
+``_disabled_torch_function_impl``     our own looks at tensors that wait        nothing works: tests fail at once
 ``_len_torch_dispatch_stack``,        tensors that only stand for shapes        catch-ups run on them, and fail
 ``detect_fake_mode``, ``FakeTensor``
 ``_disable_current_modes``            a flush in a finalizer                    it runs under the modes in force
 ``_module_parameters``,               DistributedDataParallel around a table    no error for surgery under DDP, nor for
 ``_get_active_ddp_module``                                                      a sharded table in torch's own DDP
-``_optimizer_step_pre_hooks``         whether a hook is there already           hooks are added twice: harmless
 
 Underscored methods that subclasses are meant to override (``Module._apply``, ``_save_to_state_dict``) are not listed.
 """
@@ -20,12 +20,14 @@ Underscored methods that subclasses are meant to override (``Module._apply``, ``
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+_R = TypeVar("_R")
 
 _functorch: Any = getattr(torch._C, "_functorch", None)
 _is_functorch_wrapped: Any = getattr(_functorch, "is_functorch_wrapped_tensor", None)
@@ -44,6 +46,8 @@ try:
     from torch.utils._python_dispatch import _disable_current_modes as without_modes
 except ImportError:
     without_modes = contextlib.nullcontext  # type: ignore[assignment]
+
+_call_plainly: Any = torch._C._disabled_torch_function_impl
 
 __all__ = ["without_modes"]
 
@@ -110,7 +114,21 @@ def is_traced() -> bool:
     return _get_tracing_state is not None and _get_tracing_state() is not None
 
 
-# DistributedDataParallel, optimizers
+def plainly(function: Callable[..., _R], *args: Any, **options: Any) -> _R:
+    """Call a function in which the class of a tensor has no say in what is done with it.
+
+    Not a ``with`` statement: an interrupt that strikes where that ends would leave it in force.
+    """
+    result: _R = _call_plainly(function, (), args, options)
+    return result
+
+
+def dispatches_itself(cls: type[Tensor]) -> bool:
+    """Whether a class of tensors has its own idea of what functions do with them."""
+    return cls not in (Tensor, nn.Parameter) and getattr(cls, "__torch_function__", None) != _call_plainly
+
+
+# DistributedDataParallel
 
 
 def parameters_of_ddp(wrapper: DistributedDataParallel) -> tuple[Tensor, ...]:
@@ -122,8 +140,3 @@ def running_ddp() -> nn.Module | None:
     """The wrapper whose forward pass is running."""
     active: Any = getattr(DistributedDataParallel, "_get_active_ddp_module", lambda: None)()
     return active if isinstance(active, nn.Module) else None
-
-
-def step_pre_hooks(optimizer: Any) -> tuple[Any, ...]:
-    """What was registered to be called before each step."""
-    return tuple(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values())

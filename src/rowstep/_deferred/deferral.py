@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,7 +12,8 @@ from torch import Tensor
 from .._backends import Backend, Notes, admit_notes
 from .._schedule import Schedule
 from .._state import MOMENTS, State
-from .._torch_internals import is_faked
+from .._torch_internals import is_faked, plainly, writes_to
+from .._waiting import Keeper, Waiting, release, watch
 
 # How far, relative to a row's own deferred move, the series may be off before terms are added one by one.
 _TOLERANCE = {torch.float64: 1e-15}
@@ -43,15 +46,26 @@ class Deferral:
     """
 
     def __init__(
-        self, param: Tensor, state: State, lead: tuple[int, ...], options: Options, schedule: Schedule
+        self,
+        param: Tensor,
+        state: State,
+        lead: tuple[int, ...],
+        options: Options,
+        schedule: Schedule,
+        keeper: weakref.ref[Keeper],
     ) -> None:
         self.param, self.state, self.options, self.schedule = param, state, options, schedule
+        self._keeper = keeper
         self._moments = {key: state[key] for key in MOMENTS if key in state}
         """What rows wait under, whatever becomes of the state."""
         self.lead, self.row_count, self.dtype = lead, math.prod(lead), param.dtype
         self.notes = torch.zeros(lead, dtype=torch.int32, device=param.device)
         """Per row, the step of the schedule at which it was last up to date."""
         self._swept = 0
+        self._writes: int | None = None
+        """How often the table had been written to when that was last known to be right; None in a step."""
+        self.wrapper: Callable[[], object] = lambda: None
+        """The DistributedDataParallel that averages the gradients, once that is known."""
 
     @property
     def step(self) -> int:
@@ -80,6 +94,29 @@ class Deferral:
         """What a ``count``-th step writes beside the rows that it moves."""
         return admit_notes(self.notes, self.lead, count - self.schedule.origin)
 
+    def accept_writes(self) -> None:
+        """What has been written to the table until now was right."""
+        self._writes = _writes_to(self.param)
+
+    def refuse_writes(self) -> None:
+        """Raise if somebody has written to the table behind the back of ``watch``."""
+        if self._writes is not None and isinstance(self.param, Waiting) and _writes_to(self.param) != self._writes:
+            raise RuntimeError(
+                "the table was written to through another tensor that shares its memory (a view, or what detach() "
+                "returned) while rows waited for their steps; expected writes through the parameter itself. Call "
+                "opt.flush(param) before such a write; now it accepts the weights as they are"
+            )
+
+    def watch(self) -> None:
+        """From now on rows may wait, once the step that begins now has been counted."""
+        if not isinstance(self.param, Waiting):
+            watch([self.param, *self._moments.values()], self.param, self._keeper)
+        self._writes = None
+
+    def release(self) -> None:
+        """No row waits."""
+        release([self.param, *self._moments.values()])
+
     def catch_up(self, rows: Tensor, backend: Backend) -> int | None:
         """Bring these rows up to date, or return the first number that is not in the table."""
         return backend.catch_up(self.param, self._moments, self.notes, self.schedule, rows)
@@ -88,7 +125,9 @@ class Deferral:
         """Bring every row up to date."""
         if is_faked():
             return
-        backend.catch_up(self.param, self._moments, self.notes, self.schedule, range(self.row_count))
+        rows = range(self.row_count)
+        plainly(backend.catch_up, self.param, self._moments, self.notes, self.schedule, rows)
+        self.release()
 
     def all_stepped(self) -> None:
         """Note that the next step, which is about to be counted, has moved every row."""
@@ -100,6 +139,7 @@ class Deferral:
         ``count`` is how many the parameter has taken then. If this is interrupted, a second call takes it to its end.
         """
         self.schedule.advance(lr, weight_decay, to=count - self.schedule.origin)
+        self.accept_writes()
         # Bring a few more rows up to date, in turn, so that no row waits longer than the schedule remembers. At 10M
         # rows that is 698 rows a step, which lie side by side; a table of 100 rows has one row's turn in 143 steps.
         due = self.schedule.step * self.row_count // self.schedule.longest_wait
@@ -108,3 +148,7 @@ class Deferral:
             last = min(first + due - self._swept, self.row_count)
             backend.catch_up(self.param, self._moments, self.notes, self.schedule, range(first, last))
             self._swept += last - first
+
+
+def _writes_to(table: Tensor) -> int:
+    return -1 if table.is_inference() else writes_to(table)

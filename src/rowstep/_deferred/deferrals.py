@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,11 +14,16 @@ from .._backends import Backend, in_plain_torch
 from .._schedule import Schedule
 from .._state import State, count_tensor, ensure_moments, lasting
 from .._torch_internals import without_modes
+from .._waiting import Keeper
 from .deferral import Deferral, Options, new_schedule
 
 
 class Deferrals(dict[Tensor, Deferral]):
-    """Of the parameters some of whose rows may wait."""
+    """Of the parameters some of whose rows may wait, and who keeps them."""
+
+    def __init__(self, keeper: weakref.ref[Keeper]) -> None:
+        super().__init__()
+        self._keeper = keeper
 
     def begin(
         self, param: Tensor, state: State, lead: tuple[int, ...], taken: int, group: Mapping[str, Any]
@@ -30,7 +36,7 @@ class Deferrals(dict[Tensor, Deferral]):
             if param not in self:
                 options = options_of(group)
                 schedule = self._schedule_at(taken, param.dtype, options)
-                self[param] = Deferral(param, state, lead, options, schedule)
+                self[param] = Deferral(param, state, lead, options, schedule, self._keeper)
         return self[param]
 
     def _schedule_at(self, taken: int, dtype: torch.dtype, options: Options) -> Schedule:
@@ -70,13 +76,19 @@ class Deferrals(dict[Tensor, Deferral]):
         deferral = self[param]
         if deferral.has_its_state(state) or param.shape[:1] == deferral.lead:
             deferral.flush(backend)
-        del self[param]
+        self.drop(param)
+
+    def drop(self, param: Tensor) -> None:
+        """Defer no more, whatever waits."""
+        deferral = self.pop(param, None)
+        if deferral is not None:
+            deferral.release()
 
 
 def options_of(group: Mapping[str, Any]) -> Options:
     """The options of a group that a row's path depends on besides lr and weight decay."""
     beta1, beta2 = group["betas"]
-    return (float(beta1), float(beta2)), group["eps"], group["amsgrad"]
+    return (float(beta1), float(beta2)), float(group["eps"]), bool(group["amsgrad"])
 
 
 @torch.no_grad()
@@ -90,6 +102,7 @@ def flush_orphans(deferrals: Deferrals) -> None:
         for deferral in deferrals.values():
             with contextlib.suppress(ValueError):  # the table was replaced by another: nothing waits in that one
                 deferral.flush(in_plain_torch)
+            deferral.release()
 
 
 def _ensure_maximum(state: State, param: Tensor, group: Mapping[str, Any]) -> None:

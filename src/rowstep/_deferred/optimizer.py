@@ -15,14 +15,14 @@ from torch.optim.optimizer import ParamsT, StateDict
 
 from .. import _backends
 from .._backends import Backend, Notes, Outcome, RowUpdate, admit, admit_state
+from .._commit import ddp_around
 from .._gradient import RowGradient, nonzero_rows, outside_message, rows_of_first_dimension
 from .._optimizer import RowOptimizer
 from .._options import check_learning_rate
 from .._plan import DenseStep, Group, Plan, RowStep, refuse_outside
 from .._schedule import check_betas
 from .._state import State, set_count
-from .._torch_internals import is_faked
-from .attach import attach, reads_rows, tables_of
+from .._torch_internals import is_faked, plainly
 from .deferral import Deferral, StaleRowsError
 from .deferrals import Deferrals, flush_orphans, options_of
 
@@ -30,9 +30,8 @@ from .deferrals import Deferrals, flush_orphans, options_of
 Rate = tuple[float | Tensor, float]
 
 _WAYS_OUT = (
-    "Read them through an nn.Embedding or nn.EmbeddingBag attached to this optimizer (pass it the model, or call "
-    "opt.attach(module)), or call opt.catch_up(param, ids) before the read. "
-    "To read the whole table, use opt.up_to_date(param)"
+    "They were read in a way that cannot be seen (through a tensor made before, a scripted module, a functorch "
+    "transform). Call opt.catch_up(param, ids) or opt.flush(param) before such a read"
 )
 
 
@@ -44,19 +43,20 @@ class DeferredAdam(RowOptimizer):
     read. Parameters with dense gradients step exactly as in torch. See ``docs/deferred.md``.
 
     Args:
-        params: a module, whose Embedding and EmbeddingBag children are attached; or parameters or groups, as for any
-            torch optimizer. In that case, call :meth:`attach` with the modules that read them.
+        params: parameters, named parameters or groups, as for any torch optimizer; or a module, for its parameters.
         lr: learning rate, a number or a one-element Tensor. Any schedule works, even one that changes at every step.
         betas: decay rates of the two moments; beta1 must be below sqrt(beta2).
-        eps: added to the bias-corrected :math:`\sqrt{v}`.
+        eps: added to the bias-corrected :math:`\sqrt{v}`. With sparse gradients it must be above 0.
+        weight_decay: refused unless 0 or decoupled. L2 added to the gradient cannot be deferred.
         amsgrad: normalise by the largest second moment so far.
+        foreach, fused: how torch steps parameters with dense gradients; by default fused where that is safe.
         maximize: step up the gradient instead of down.
+        capturable, differentiable: refused if True.
+        decoupled_weight_decay: shrink the weights themselves, as :class:`DeferredAdamW` does.
         allow_stale: if a gradient's rows were not up to date when they were read, let them catch up inside the step
             instead of raising :class:`StaleRowsError`. Those gradients belong to weights that lack the momentum (and
             weight decay) of the steps the row has waited, so the run is no longer dense Adam's, though close to it if
             rows recur often.
-        weight_decay: refused unless 0 or decoupled. L2 added to the gradient cannot be deferred.
-        decoupled_weight_decay: shrink the weights themselves, as :class:`DeferredAdamW` does.
     """
 
     def __init__(
@@ -65,31 +65,42 @@ class DeferredAdam(RowOptimizer):
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        *,
-        amsgrad: bool = False,
-        maximize: bool = False,
-        allow_stale: bool = False,
         weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         decoupled_weight_decay: bool = False,
+        allow_stale: bool = False,
     ) -> None:
-        decay = {"weight_decay": weight_decay, "decoupled_weight_decay": decoupled_weight_decay}
-        options = {"amsgrad": amsgrad, "maximize": maximize} | decay
-        self._construct(params, {"lr": lr, "betas": betas, "eps": eps} | options, allow_stale)
-
-    def _construct(self, params: ParamsT | nn.Module, defaults: dict[str, Any], allow_stale: bool) -> None:
         self.allow_stale = allow_stale
-        self._attached: list[nn.Module] = []
         self._begin_deferrals()
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+        }
         super().__init__(params.parameters() if isinstance(params, nn.Module) else params, defaults)
-        if isinstance(params, nn.Module):
-            self._attach_all(params)
 
     def _begin_deferrals(self) -> None:
-        self._deferrals = Deferrals()
+        self._deferrals = Deferrals(weakref.ref(self))
         self._kept_current: Counter[Tensor] = Counter()
         """How many ``up_to_date`` blocks want a parameter current at all times."""
         # A model may outlive its optimizer: whatever rows still wait then are brought up to date.
         weakref.finalize(self, flush_orphans, self._deferrals).atexit = False
+
+    _zero_allowed = True  # for lr and eps, as torch's Adam has it
 
     def _check_group(self, group: Mapping[str, Any], where: str) -> None:
         super()._check_group(group, where)
@@ -106,55 +117,51 @@ class DeferredAdam(RowOptimizer):
     # Reading
 
     def attach(self, module: nn.Module) -> None:
-        """Bring rows up to date before each lookup of the Embedding and EmbeddingBag modules in ``module``."""
-        if not self._attach_all(module):
+        """Raise unless ``module`` has a parameter of this optimizer. Nothing has to be attached any more."""
+        owned = set(self._all_params())
+        if owned.isdisjoint(module.parameters()):
             raise ValueError(
-                f"{type(module).__name__} has no Embedding or EmbeddingBag whose weight belongs to this optimizer; "
-                "expected at least one. For other reads, call opt.catch_up(param, ids)"
+                f"{type(module).__name__} has no parameter that belongs to this optimizer; expected at least one"
             )
 
-    def _attach_all(self, module: nn.Module) -> bool:
-        owned = {param for group in self.param_groups for param in group["params"]}
-        found = False
-        for child in module.modules():
-            if reads_rows(child) and not owned.isdisjoint(tables_of(child)):
-                found = True
-                attach(child, self)
-                if not any(child is other for other in self._attached):
-                    self._attached.append(child)
-        return found
-
     def catch_up(self, param: Tensor, ids: Tensor) -> None:
-        """Bring the rows ``ids`` of ``param`` up to date, before a read that does not go through an attached module."""
+        """Bring the rows ``ids`` of ``param`` up to date, before a read that cannot be seen."""
         group = self._group_of(param)
         if is_faked(ids):
             return
         with self._lock:
-            self._finish_step()
-            backend = _backends.chosen()
-            row_count = math.prod(param.shape[:1])
-            rows = _numbers_of(ids, row_count, param.device)
-            deferral, state = self._deferrals.get(param), self.state.get(param)
-            if deferral is not None and deferral.is_under(state, param.dtype, options_of(group)):
-                outside = deferral.catch_up(rows, backend)
-            else:
-                outside = backend.first_outside(rows, row_count)
-                if outside is None and deferral is not None:
-                    self._deferrals.end(param, state, backend)
-            if outside is not None:
-                raise IndexError(f"id {outside} is outside the table; expected 0 <= id < {row_count}")
+            plainly(self._catch_up, param, ids, group)
+
+    def _catch_up(self, param: Tensor, ids: Tensor, group: Group) -> None:
+        self._finish_step()
+        backend = _backends.chosen()
+        row_count = math.prod(param.shape[:1])
+        rows = _numbers_of(ids, row_count, param.device)
+        deferral, state = self._deferrals.get(param), self.state.get(param)
+        if deferral is not None and deferral.is_under(state, param.dtype, options_of(group)):
+            deferral.refuse_writes()
+            outside = deferral.catch_up(rows, backend)
+        else:
+            outside = backend.first_outside(rows, row_count)
+            if outside is None and deferral is not None:
+                self._deferrals.end(param, state, backend)
+        if outside is not None:
+            raise IndexError(f"id {outside} is outside the table; expected 0 <= id < {row_count}")
 
     def flush(self, param: Tensor | None = None) -> None:
         """Bring every row of ``param``, or of all parameters, up to date."""
         if param is not None:
             self._group_of(param)
         with self._lock:
-            self._finish_step()
-            backend = _backends.chosen()
-            for each in list(self._deferrals) if param is None else [param]:
-                deferral = self._deferrals.going_on(each, self.state.get(each), self._find_group(each), backend)
-                if deferral is not None:
-                    deferral.flush(backend)
+            self._flush(list(self._deferrals) if param is None else [param])
+
+    def _flush(self, params: Sequence[Tensor]) -> None:
+        self._finish_step()
+        backend = _backends.chosen()
+        for param in params:
+            deferral = self._deferrals.going_on(param, self.state.get(param), self._find_group(param), backend)
+            if deferral is not None:
+                deferral.flush(backend)
 
     @contextlib.contextmanager
     def up_to_date(self, param: Tensor) -> Iterator[Tensor]:
@@ -169,17 +176,22 @@ class DeferredAdam(RowOptimizer):
                 self._kept_current[param] -= 1
 
     def bring_up_to_date(self, param: Tensor, ids: Tensor | None) -> None:
-        """Called by attached modules before they read: like :meth:`catch_up` or :meth:`flush`.
+        """Called before somebody touches rows of a table that waits, or all of it.
 
         Invalid ids are left to the lookup itself, which has its own error message for them.
         """
-        if param not in self._deferrals:
-            return
-        if ids is None:
-            self.flush(param)
+        if ids is None or self._find_group(param) is None:
+            with self._lock:
+                self._flush([param])
         else:
             with contextlib.suppress(IndexError, TypeError):
                 self.catch_up(param, ids)
+
+    def accept_writes(self, param: Tensor) -> None:
+        """Called when a lookup has written to the rows that it has read, as one with ``max_norm`` does."""
+        deferral = self._deferrals.get(param)
+        if deferral is not None:
+            deferral.accept_writes()
 
     # Stepping
 
@@ -198,8 +210,14 @@ class DeferredAdam(RowOptimizer):
         gradient = rows_of_first_dimension(grad, param.dtype, moment.dtype) if grad.is_sparse else None
         if gradient is None and moment.dtype != grad.dtype:  # torch's Adam would find out in the middle of its step
             raise TypeError(f"the gradient has dtype {grad.dtype}; expected {moment.dtype}, the dtype of its state")
+        if gradient is not None and float(plan.group["eps"]) == 0:
+            raise ValueError(
+                "eps is 0; expected a number above 0 for sparse gradients, because dense Adam would divide 0 by 0 in "
+                "every row that has had no gradient yet"
+            )
         count, notes = plan.count_after(param, taken), None
         if deferral is not None and deferral.lead == param.shape[:1]:
+            deferral.refuse_writes()
             notes = deferral.notes_for(count)
             self._look_at(grad, gradient, notes, deferral, backend)
         elif gradient is not None:
@@ -223,7 +241,7 @@ class DeferredAdam(RowOptimizer):
         outside, stale = backend.look_at(gradient, notes, deferral.schedule.step)
         if outside is not None:
             raise IndexError(outside_message(outside, deferral.row_count))
-        if stale and not self.allow_stale:
+        if stale and not self.allow_stale and not _is_averaged(deferral):
             raise StaleRowsError(
                 f"{stale} of the gradient's {len(gradient.rows)} rows were not up to date when they were read; "
                 f"expected every row to be up to date. {_WAYS_OUT}"
@@ -238,8 +256,9 @@ class DeferredAdam(RowOptimizer):
     def _counter(self, updates: Sequence[RowUpdate], group: Group, backend: Backend) -> Callable[[Outcome], None]:
         rate = _rate(group)
         deferrals = [self._deferrals[update.param] for update in updates]
-        if self.allow_stale:
-            for deferral, update in zip(deferrals, updates, strict=True):
+        for deferral, update in zip(deferrals, updates, strict=True):
+            deferral.watch()  # before anything can wait
+            if self.allow_stale or deferral.wrapper() is not None:
                 deferral.catch_up(update.gradient.rows, backend)
 
         def count(outcome: Outcome) -> None:
@@ -281,7 +300,7 @@ class DeferredAdam(RowOptimizer):
         self._group_of(param)
         with self._lock:
             self.flush(param)
-            self._deferrals.pop(param, None)  # no row waits any more, and the next step begins another
+            self._deferrals.drop(param)  # no row waits any more, and the next step begins another
             super()._operate(param, change)
 
     # Copies and checkpoints
@@ -295,21 +314,17 @@ class DeferredAdam(RowOptimizer):
     def _loaded(self, given: StateDict) -> None:
         backend = _backends.chosen()
         for param in list(self._deferrals):
-            # What waits under the state from before is settled, whatever was loaded.
-            self._deferrals.going_on(param, self.state.get(param), self._find_group(param), backend)
-        self._deferrals.clear()
+            self._deferrals.end(param, self.state.get(param), backend)
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
             self.flush()
-            return super().__getstate__() | {"allow_stale": self.allow_stale, "_attached": self._attached}
+            return super().__getstate__() | {"allow_stale": self.allow_stale}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "_attached" in state:  # a copy or an unpickled optimizer, not a loaded state dict
+        if "allow_stale" in state:  # a copy or an unpickled optimizer, not a loaded state dict
             self._begin_deferrals()
-            for module in self._attached:
-                attach(module, self)
 
 
 class DeferredAdamW(DeferredAdam):
@@ -318,22 +333,40 @@ class DeferredAdamW(DeferredAdam):
     Weight decay applies to every row at every step, even to rows that are never touched, as in dense AdamW.
     """
 
+    _own_when_loading = (*DeferredAdam._own_when_loading, "decoupled_weight_decay")  # torch's Adam saves it as False
+
     def __init__(
         self,
         params: ParamsT | nn.Module,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        *,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
+        *,
         maximize: bool = False,
-        allow_stale: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         decoupled_weight_decay: bool = True,
+        allow_stale: bool = False,
     ) -> None:
-        decay = {"weight_decay": weight_decay, "decoupled_weight_decay": decoupled_weight_decay}
-        options = {"amsgrad": amsgrad, "maximize": maximize}
-        self._construct(params, {"lr": lr, "betas": betas, "eps": eps} | decay | options, allow_stale)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=decoupled_weight_decay,
+            allow_stale=allow_stale,
+        )
 
 
 def _numbers_of(ids: Tensor, row_count: int, device: torch.device) -> Tensor:
@@ -351,14 +384,24 @@ def _numbers_of(ids: Tensor, row_count: int, device: torch.device) -> Tensor:
     return numbers.to(device=device, dtype=torch.int64).contiguous()
 
 
+def _is_averaged(deferral: Deferral) -> bool:
+    """Whether the gradient is the mean over ranks: then it names rows too that other ranks have read, up to date."""
+    if deferral.wrapper() is None:
+        wrapper = ddp_around(deferral.param)
+        if wrapper is None:
+            return False
+        deferral.wrapper = weakref.ref(wrapper)
+    return True
+
+
 def _rate(group: Group) -> Rate:
     """What a step is counted with, even if it is counted late: a schedule may have changed the group by then."""
     lr = group["lr"]
-    return lr.clone() if isinstance(lr, Tensor) else lr, group["weight_decay"]
+    return lr.clone() if isinstance(lr, Tensor) else lr, float(group["weight_decay"])
 
 
 def _check_decay(group: Mapping[str, Any], where: str) -> None:
-    decay = float(group["lr"]) * group["weight_decay"]
+    decay = float(group["lr"]) * float(group["weight_decay"])
     if decay >= 1:
         raise ValueError(
             f"lr * weight_decay is {decay}{where}; expected less than 1, so that weights keep their sign. "

@@ -90,7 +90,8 @@ def scalars(
     skip_nonfinite: bool = False,
 ) -> Scalars:
     """The scalars of a table's ``step``-th step under these options; a Tensor lr is computed with in its own dtype."""
-    beta1, beta2 = float(betas[0]), float(betas[1])  # torch takes Tensors of one number too
+    # torch takes Tensors of one number too. And kernels are compiled for floats.
+    beta1, beta2, eps, weight_decay = float(betas[0]), float(betas[1]), float(eps), float(weight_decay)
     shrink = decay = None
     if weight_decay != 0 and decoupled_weight_decay:
         shrink = float(1 - lr * weight_decay)

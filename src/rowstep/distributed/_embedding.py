@@ -6,7 +6,7 @@ over the places of each row, and goes back to the row's owner, where it becomes 
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,6 @@ from torch.nn import functional as F  # noqa: N812  # as torch's own documents h
 
 from ._dedupe import repeat_rows
 from ._table import ShardedTable
-
-_M = TypeVar("_M", bound=nn.Module)
 
 
 class ShardedEmbedding(ShardedTable):
@@ -80,7 +78,7 @@ class ShardedEmbedding(ShardedTable):
         cls, embedding: nn.Embedding, *, group: ProcessGroup | None = None, gradient: str = "mean"
     ) -> ShardedEmbedding:
         """Shard an Embedding. Every rank passes the same full table and keeps its own rows."""
-        weight = _up_to_date(embedding).weight
+        weight = embedding.weight
         return cls(
             embedding.num_embeddings,
             embedding.embedding_dim,
@@ -199,7 +197,7 @@ class ShardedEmbeddingBag(ShardedTable):
         cls, embedding: nn.EmbeddingBag, *, group: ProcessGroup | None = None, gradient: str = "mean"
     ) -> ShardedEmbeddingBag:
         """Shard an EmbeddingBag. Every rank passes the same full table and keeps its own rows."""
-        weight = _up_to_date(embedding).weight
+        weight = embedding.weight
         table = cls(
             embedding.num_embeddings,
             embedding.embedding_dim,
@@ -236,8 +234,3 @@ class ShardedEmbeddingBag(ShardedTable):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, mode={self.mode!r}"
-
-
-def _up_to_date(embedding: _M) -> _M:
-    embedding.state_dict()  # before it, rows that wait under a DeferredAdam are brought up to date
-    return embedding

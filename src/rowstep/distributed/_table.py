@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F  # noqa: N812  # as torch's own documents have it
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from .._layout import RowOrder
 from .._part import ROW_ORDER, TablePart, mark
@@ -20,9 +18,6 @@ from . import _exchange
 from ._dedupe import Deduped, dedupe
 from ._fetch import Request, fetch_rows
 from ._plan import Blocks
-
-# Called before rows of the local block are read, with their numbers, or with None for all.
-LookupHook = Callable[[nn.Module, Tensor | None], None]
 
 # Fresh rows are drawn in chunks of positions, each from a seed of its own, so that they do not depend on the ranks.
 _ROWS_PER_SEED = 4096
@@ -72,7 +67,6 @@ class ShardedTable(nn.Module):
         self._blocks = Blocks(num_embeddings, self.ranks)
         peers = None if group is None else _exchange.GroupPeers(group)
         self._shard = TablePart(RowOrder.spread(num_embeddings), self._blocks.of(self.rank), peers)
-        self._lookup_hooks: OrderedDict[int, LookupHook] = OrderedDict()
         rows = torch.empty(len(self._shard.positions), embedding_dim, device=device, dtype=dtype)
         self.weight = nn.Parameter(rows, requires_grad=not freeze)
         # The constants of the order count; this is their place in state dicts.
@@ -130,11 +124,11 @@ class ShardedTable(nn.Module):
     @torch.no_grad()
     def full_weight(self) -> Tensor:
         """The whole table, by id, on every rank. All ranks of the group must call this together."""
-        _exchange.agree(lambda: self._before_read(None), self.group)
+        local = _exchange.agree(self.weight.detach, self.group)  # it may have to catch up, and fail
         full = self.weight.new_empty(self.num_embeddings, self.embedding_dim)
         lengths = [len(self._blocks.of(rank)) for rank in range(self.ranks)]
         first = 0
-        for block in _exchange.each_block(self.weight.detach(), lengths, self.group):
+        for block in _exchange.each_block(local, lengths, self.group):
             positions = torch.arange(first, first + len(block), device=full.device)
             full[self._shard.order.ids(positions)] = block
             first += len(block)
@@ -149,21 +143,7 @@ class ShardedTable(nn.Module):
 
     # Lookups
 
-    def register_lookup_hook(self, hook: LookupHook) -> RemovableHandle:
-        """Call ``hook(module, rows)`` before rows of the local block are read, for this rank or for others.
-
-        ``rows`` are row numbers in ``weight``, or None if all of it is read.
-        """
-        handle = RemovableHandle(self._lookup_hooks)
-        self._lookup_hooks[handle.id] = hook
-        return handle
-
-    def _before_read(self, rows: Tensor | None) -> None:
-        for hook in list(self._lookup_hooks.values()):
-            hook(self, rows)
-
     def _read(self, rows: Tensor) -> Tensor:
-        self._before_read(rows)
         return F.embedding(rows, self.weight, self._local_padding, self.max_norm, self.norm_type, False, True)
 
     def _fetch(self, check: Callable[[], None], ids: Tensor) -> tuple[Tensor, Deduped]:

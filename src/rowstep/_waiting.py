@@ -1,0 +1,207 @@
+"""Tensors whose rows wait: whoever touches one of them from Python comes by here first.
+
+While rows of a table wait for steps that they have missed, its parameter and its moments have a class of their own,
+with torch's ``__torch_function__``. Every torch function, method and property that is handed one of them is seen here
+before it runs:
+
+    a lookup            F.embedding and F.embedding_bag, also when modules call them: the rows that it reads catch up
+    no numbers at all   shape, dtype, grad and the like: nothing happens
+    anything else       a read or a write, of one row or of all: the whole table catches up
+
+With its last row up to date, a table has its plain class again, until a step makes rows wait. So copies and pickles are
+plain, and a table is never read or written without the steps that dense Adam would have made by then. An alias made
+earlier (``weight.data``, a view) is a plain tensor, and reads what lies in memory: see ``docs/deferred.md``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812  # as torch's own documents have it
+
+from ._torch_internals import dispatches_itself, is_traced, is_wrapped, plainly, untraced
+
+_KEEPER = "_rowstep_keeper"
+"""Where a tensor has its table and who keeps that; only while rows wait."""
+
+
+class Keeper(Protocol):
+    """The optimizer under which rows wait."""
+
+    def bring_up_to_date(self, param: Tensor, ids: Tensor | None) -> None:
+        """Bring these rows of the table, or all of them, up to date; ``release`` it if none waits any more."""
+
+    def accept_writes(self, param: Tensor) -> None:
+        """A lookup has written to the rows that it has read."""
+
+
+class Waiting:
+    """What the class of a waiting tensor adds to its plain one."""
+
+    __slots__ = ()
+
+    plain: type[Tensor]
+
+    @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # what is compiled calls this anew in every run
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _WITHOUT_NUMBERS:
+            return plainly(func, *args, **kwargs)
+        if func in _LOOKUPS and (weight := _prepared(func, types, args, kwargs)) is not None:
+            found = plainly(func, *args, **kwargs)
+            if kwargs.get("max_norm") is not None and (keeper := keeper_of(weight)) is not None:
+                keeper.accept_writes(weight)
+            return found
+        if bring_all_up_to_date((args, kwargs)):
+            return func(*args, **kwargs)  # other classes among the arguments may still have something to say
+        return plainly(func, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if bring_all_up_to_date([self]):
+            return copy.deepcopy(self, memo)
+        copied = super().__deepcopy__(memo)  # type: ignore[misc]
+        release([copied])
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if bring_all_up_to_date([self]):
+            return self.__reduce_ex__(protocol)  # that of its plain class
+        return super().__reduce_ex__(protocol)
+
+
+@functools.cache
+def _waiting_class(cls: type[Tensor]) -> type[Tensor]:
+    return type(cls.__name__, (Waiting, cls), {"__module__": cls.__module__, "plain": cls})
+
+
+def watch(tensors: Iterable[Tensor], param: Tensor, keeper: weakref.ref[Keeper]) -> None:
+    """Let these tensors, of whom some rows may wait from now on, tell their keeper before anybody touches them."""
+    for tensor in tensors:
+        cls: Any = type(tensor)
+        if not issubclass(cls, Waiting):
+            vars(tensor)[_KEEPER] = param, keeper
+            tensor.__class__ = _waiting_class(cls)
+
+
+def release(tensors: Iterable[Tensor]) -> None:
+    """Give these tensors back their plain class: nothing of them waits."""
+    for tensor in tensors:
+        if isinstance(tensor, Waiting):
+            tensor.__class__ = tensor.plain  # type: ignore[assignment]
+            vars(tensor).pop(_KEEPER, None)
+
+
+def keeper_of(tensor: Tensor) -> Keeper | None:
+    """The optimizer under which rows of this tensor wait, if any do."""
+    _, keeper = vars(tensor).get(_KEEPER, (None, None)) if isinstance(tensor, Waiting) else (None, None)
+    return None if keeper is None else keeper()
+
+
+def plain_class(tensor: Tensor) -> type[Tensor]:
+    """The class of a tensor, or what it will be again when nothing of it waits."""
+    return type(tensor).plain if isinstance(tensor, Waiting) else type(tensor)
+
+
+def take_over(param: Tensor, keeper: object) -> None:
+    """Bring a table up to date whose rows wait under another optimizer than this."""
+    if isinstance(param, Waiting) and keeper_of(cast(Tensor, param)) is not keeper:
+        bring_all_up_to_date([param])
+
+
+def bring_all_up_to_date(things: Any) -> bool:
+    """Bring all tables among these up to date, whether they lie in lists or dicts; return whether none waits now."""
+    found = list(_waiting_in(things))
+    for tensor in found:
+        _bring_up_to_date(tensor, None)
+    return not any(isinstance(tensor, Waiting) for tensor in found)
+
+
+def _waiting_in(things: Any) -> Iterator[Tensor]:
+    if isinstance(things, Waiting):
+        yield things  # type: ignore[misc]
+    elif isinstance(things, (list, tuple)):
+        for thing in things:
+            yield from _waiting_in(thing)
+    elif isinstance(things, dict):
+        yield from _waiting_in(list(things.values()))
+
+
+def _prepared(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """The table of a lookup, with the rows up to date that it reads; None if it is not one that can be seen through."""
+    first, second = _LOOKUPS[func]
+    weight = args[1] if len(args) > 1 else kwargs.get(second)
+    ids = args[0] if args else kwargs.get(first)
+    if first == "weight":
+        weight, ids = ids, weight
+    if (
+        not isinstance(weight, Waiting)
+        or not isinstance(ids, Tensor)
+        or any(dispatches_itself(kind.plain if issubclass(kind, Waiting) else kind) for kind in types)
+        or is_wrapped(ids)  # which rows vmap reads cannot be seen
+        or is_traced()  # what is traced reads other rows later
+    ):
+        return None
+    table: Any = weight
+    _bring_up_to_date(table, ids)
+    return cast(Tensor, table)
+
+
+def _bring_up_to_date(tensor: Tensor, ids: Tensor | None) -> None:
+    param, _ = vars(tensor).get(_KEEPER, (tensor, None))
+    keeper = keeper_of(tensor)
+    if keeper is None:  # it is gone, and has left nothing that waits
+        release([tensor])
+    elif is_traced():
+        with untraced():  # what torch.jit.trace records is the model, and this is no part of it
+            keeper.bring_up_to_date(param, ids)
+    else:
+        keeper.bring_up_to_date(param, ids)
+
+
+# What their two first arguments are called.
+_LOOKUPS: dict[Any, tuple[str, str]] = {
+    F.embedding: ("input", "weight"),
+    F.embedding_bag: ("input", "weight"),
+    torch.embedding: ("weight", "indices"),
+}
+
+
+def _functions_without_numbers() -> Iterator[Any]:
+    """What neither reads nor writes the numbers of a tensor, nor tells where they are."""
+    properties = (
+        "shape dtype device layout ndim is_leaf requires_grad grad grad_fn _grad _grad_fn grad_dtype _version itemsize "
+        "nbytes names output_nr _backward_hooks _post_accumulate_grad_hooks _base name retains_grad is_cpu is_cuda "
+        "is_meta is_mkldnn is_mps is_mtia is_xpu is_hpu is_ipu is_maia is_vulkan is_xla is_quantized is_nested "
+        "is_sparse is_sparse_csr"
+    )
+    methods = (
+        "size dim ndimension numel nelement stride storage_offset is_contiguous element_size is_floating_point "
+        "is_complex is_signed is_neg is_conj is_inference is_pinned is_shared is_same_size is_coalesced has_names "
+        "get_device sparse_dim dense_dim register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad "
+        "_is_view _is_zerotensor __len__ __hash__ new_empty new_zeros new_ones new_full new_empty_strided"
+    )
+    functions = (
+        "numel is_floating_point is_complex is_signed is_neg is_conj is_inference is_same_size get_device "
+        "empty_like zeros_like ones_like full_like rand_like randn_like result_type _has_compatible_shallow_copy_type"
+    )
+    for name in properties.split():
+        if hasattr(Tensor, name):
+            yield getattr(Tensor, name).__get__
+    for name in ["grad", "_grad", "grad_dtype", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"]:
+        if hasattr(Tensor, name):
+            yield getattr(Tensor, name).__set__
+            yield getattr(Tensor, name).__delete__
+    for owner, names in ((Tensor, methods), (torch, functions)):
+        for name in names.split():
+            if hasattr(owner, name):
+                yield getattr(owner, name)
+
+
+_WITHOUT_NUMBERS = frozenset(_functions_without_numbers())
