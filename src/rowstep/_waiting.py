@@ -143,7 +143,7 @@ def _prepared(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor | None:
     if (
         not isinstance(weight, Waiting)
         or not isinstance(ids, Tensor)
-        or any(dispatches_itself(kind.plain if issubclass(kind, Waiting) else kind) for kind in types)
+        or not _see_through(types)
         or is_wrapped(ids)  # which rows vmap reads cannot be seen
         or is_traced()  # what is traced reads other rows later
     ):
@@ -153,9 +153,15 @@ def _prepared(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor | None:
     return cast(Tensor, table)
 
 
+@functools.cache
+def _see_through(types: tuple[type[Tensor], ...]) -> bool:
+    """Whether nobody but us has a say in what is done with tensors of these classes."""
+    return not any(dispatches_itself(kind.plain if issubclass(kind, Waiting) else kind) for kind in types)
+
+
 def _bring_up_to_date(tensor: Tensor, ids: Tensor | None) -> None:
-    param, _ = vars(tensor).get(_KEEPER, (tensor, None))
-    keeper = keeper_of(tensor)
+    param, reference = vars(tensor).get(_KEEPER, (tensor, None))
+    keeper = None if reference is None else reference()
     if keeper is None:  # it is gone, and has left nothing that waits
         release([tensor])
     elif is_traced():

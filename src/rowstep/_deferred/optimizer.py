@@ -180,12 +180,13 @@ class DeferredAdam(RowOptimizer):
 
         Invalid ids are left to the lookup itself, which has its own error message for them.
         """
-        if ids is None or self._find_group(param) is None:
-            with self._lock:
+        group = self._find_group(param)
+        with self._lock:
+            if ids is None or group is None:
                 self._flush([param])
-        else:
-            with contextlib.suppress(IndexError, TypeError):
-                self.catch_up(param, ids)
+            elif not is_faked(ids):
+                with contextlib.suppress(IndexError, TypeError):
+                    plainly(self._catch_up, param, ids, group)
 
     def accept_writes(self, param: Tensor) -> None:
         """Called when a lookup has written to the rows that it has read, as one with ``max_norm`` does."""
