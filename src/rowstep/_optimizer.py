@@ -96,6 +96,10 @@ class RowOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # Before the lock: two optimizers in two threads that take over from each other would wait for each other.
+        for group in self.param_groups:
+            for param in group["params"]:
+                take_over(param, self)
         with self._lock:
             self._finish_step()
             backend = _backends.chosen()
@@ -117,7 +121,6 @@ class RowOptimizer(Optimizer):
             grad = param.grad
             if grad is None:
                 continue
-            take_over(param, self)
             try:
                 state = self.state.get(param, {})
                 self._plan_parameter(plan, param, checked_gradient(param, grad), state, steps_taken(state), backend)

@@ -8,6 +8,7 @@ what                                  for what                                  
 ``is_functorch_wrapped_tensor``       ids under vmap                            each lookup flushes its table
 ``_get_tracing_state``                keep catch-ups out of torch.jit.trace     they are traced
 ``_disabled_torch_function_impl``     our own looks at tensors that wait        nothing works: tests fail at once
+``Parameter.__new__``                 a Parameter made of one that waits        it raises; a second call does not
 ``_len_torch_dispatch_stack``,        tensors that only stand for shapes        catch-ups run on them, and fail
 ``detect_fake_mode``, ``FakeTensor``
 ``_disable_current_modes``            a flush in a finalizer                    it runs under the modes in force
@@ -126,6 +127,11 @@ def plainly(function: Callable[..., _R], *args: Any, **options: Any) -> _R:
 def dispatches_itself(cls: type[Tensor]) -> bool:
     """Whether a class of tensors has its own idea of what functions do with them."""
     return cls not in (Tensor, nn.Parameter) and getattr(cls, "__torch_function__", None) != _call_plainly
+
+
+def is_making_a_parameter(frame: Any) -> bool:
+    """Whether this frame is in ``nn.Parameter(data)``, which wants ``data.detach()`` to be of the class of ``data``."""
+    return frame.f_code is nn.Parameter.__new__.__code__
 
 
 # DistributedDataParallel

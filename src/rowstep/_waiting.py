@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, cast
@@ -25,10 +26,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  # as torch's own documents have it
 
-from ._torch_internals import dispatches_itself, is_traced, is_wrapped, plainly, untraced
+from ._torch_internals import dispatches_itself, is_making_a_parameter, is_traced, is_wrapped, plainly, untraced
 
 _KEEPER = "_rowstep_keeper"
-"""Where a tensor has its table and who keeps that; only while rows wait."""
+"""Where a moment has its table (a table has None) and who keeps that; only while rows wait."""
 
 
 class Keeper(Protocol):
@@ -52,7 +53,7 @@ class Waiting:
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # what is compiled calls this anew in every run
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _WITHOUT_NUMBERS:
+        if func in _WITHOUT_NUMBERS or (func in _LIKE_ANOTHER and not isinstance(args[0], Waiting)):
             return plainly(func, *args, **kwargs)
         if func in _LOOKUPS and (weight := _prepared(func, types, args, kwargs)) is not None:
             found = plainly(func, *args, **kwargs)
@@ -60,6 +61,8 @@ class Waiting:
                 keeper.accept_writes(weight)
             return found
         if bring_all_up_to_date((args, kwargs)):
+            if func is Tensor.detach and is_making_a_parameter(sys._getframe(2)):
+                return Tensor._make_subclass(type(args[0]), args[0])
             return func(*args, **kwargs)  # other classes among the arguments may still have something to say
         return plainly(func, *args, **kwargs)
 
@@ -67,7 +70,7 @@ class Waiting:
         if bring_all_up_to_date([self]):
             return copy.deepcopy(self, memo)
         copied = super().__deepcopy__(memo)  # type: ignore[misc]
-        release([copied])
+        release([copied], None)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -86,14 +89,14 @@ def watch(tensors: Iterable[Tensor], param: Tensor, keeper: weakref.ref[Keeper])
     for tensor in tensors:
         cls: Any = type(tensor)
         if not issubclass(cls, Waiting):
-            vars(tensor)[_KEEPER] = param, keeper
+            vars(tensor)[_KEEPER] = None if tensor is param else param, keeper
             tensor.__class__ = _waiting_class(cls)
 
 
-def release(tensors: Iterable[Tensor]) -> None:
-    """Give these tensors back their plain class: nothing of them waits."""
+def release(tensors: Iterable[Tensor], keeper: weakref.ref[Keeper] | None) -> None:
+    """Give these tensors back their plain class: nothing of them waits under this keeper, nor under another."""
     for tensor in tensors:
-        if isinstance(tensor, Waiting):
+        if isinstance(tensor, Waiting) and vars(tensor).get(_KEEPER, (None, None))[1] is keeper:
             tensor.__class__ = tensor.plain  # type: ignore[assignment]
             vars(tensor).pop(_KEEPER, None)
 
@@ -160,10 +163,11 @@ def _see_through(types: tuple[type[Tensor], ...]) -> bool:
 
 
 def _bring_up_to_date(tensor: Tensor, ids: Tensor | None) -> None:
-    param, reference = vars(tensor).get(_KEEPER, (tensor, None))
+    param, reference = vars(tensor).get(_KEEPER, (None, None))
+    param = tensor if param is None else param
     keeper = None if reference is None else reference()
     if keeper is None:  # it is gone, and has left nothing that waits
-        release([tensor])
+        release([tensor], reference)
     elif is_traced():
         with untraced():  # what torch.jit.trace records is the model, and this is no part of it
             keeper.bring_up_to_date(param, ids)
@@ -177,6 +181,10 @@ _LOOKUPS: dict[Any, tuple[str, str]] = {
     F.embedding_bag: ("input", "weight"),
     torch.embedding: ("weight", "indices"),
 }
+
+
+# Of their other arguments these take shape, dtype and device only.
+_LIKE_ANOTHER = frozenset([Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as])
 
 
 def _functions_without_numbers() -> Iterator[Any]:

@@ -13,7 +13,7 @@ from .._backends import Backend, Notes, admit_notes
 from .._schedule import Schedule
 from .._state import MOMENTS, State
 from .._torch_internals import is_faked, plainly, writes_to
-from .._waiting import Keeper, Waiting, release, watch
+from .._waiting import Keeper, Waiting, keeper_of, release, watch
 
 # How far, relative to a row's own deferred move, the series may be off before terms are added one by one.
 _TOLERANCE = {torch.float64: 1e-15}
@@ -64,6 +64,7 @@ class Deferral:
         self._swept = 0
         self._writes: int | None = None
         """How often the table had been written to when that was last known to be right; None in a step."""
+        self._is_watched = False
         self.wrapper: Callable[[], object] = lambda: None
         """The DistributedDataParallel that averages the gradients, once that is known."""
 
@@ -99,8 +100,14 @@ class Deferral:
         self._writes = _writes_to(self.param)
 
     def refuse_writes(self) -> None:
-        """Raise if somebody has written to the table behind the back of ``watch``."""
-        if self._writes is not None and isinstance(self.param, Waiting) and _writes_to(self.param) != self._writes:
+        """Raise if somebody has written to the table behind the back of ``watch``, or put another in its place."""
+        if self._is_watched and not isinstance(self.param, Waiting):
+            raise RuntimeError(
+                "the table was swapped with another tensor while rows waited for their steps; expected the table that "
+                "they belong to. Call opt.flush(param) before torch.utils.swap_tensors"
+            )
+        is_ours = keeper_of(self.param) is self._keeper()
+        if self._writes is not None and is_ours and _writes_to(self.param) != self._writes:
             raise RuntimeError(
                 "the table was written to through another tensor that shares its memory (a view, or what detach() "
                 "returned) while rows waited for their steps; expected writes through the parameter itself. Call "
@@ -111,11 +118,12 @@ class Deferral:
         """From now on rows may wait, once the step that begins now has been counted."""
         if not isinstance(self.param, Waiting):
             watch([self.param, *self._moments.values()], self.param, self._keeper)
-        self._writes = None
+        self._writes, self._is_watched = None, True
 
     def release(self) -> None:
         """No row waits."""
-        release([self.param, *self._moments.values()])
+        release([self.param, *self._moments.values()], self._keeper)
+        self._is_watched = False
 
     def catch_up(self, rows: Tensor, backend: Backend) -> int | None:
         """Bring these rows up to date, or return the first number that is not in the table."""
@@ -151,4 +159,6 @@ class Deferral:
 
 
 def _writes_to(table: Tensor) -> int:
-    return -1 if table.is_inference() else writes_to(table)
+    # Tables that are cut from one buffer are counted together: nothing can be told of one of them.
+    is_whole = not table.is_inference() and table.untyped_storage().nbytes() == table.nbytes
+    return writes_to(table) if is_whole else -1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from .._plan import DenseStep, Group, Plan, RowStep, refuse_outside
 from .._schedule import check_betas
 from .._state import State, set_count
 from .._torch_internals import is_faked, plainly
+from .._waiting import Waiting
 from .deferral import Deferral, StaleRowsError
 from .deferrals import Deferrals, flush_orphans, options_of
 
@@ -30,8 +32,9 @@ from .deferrals import Deferrals, flush_orphans, options_of
 Rate = tuple[float | Tensor, float]
 
 _WAYS_OUT = (
-    "They were read in a way that cannot be seen (through a tensor made before, a scripted module, a functorch "
-    "transform). Call opt.catch_up(param, ids) or opt.flush(param) before such a read"
+    "They were read before the last step, or in a way that cannot be seen (through a tensor made before, a scripted "
+    "module, a functorch transform). Go backward before the next step, or call opt.catch_up(param, ids) or "
+    "opt.flush(param) before such a read"
 )
 
 
@@ -97,8 +100,11 @@ class DeferredAdam(RowOptimizer):
         self._deferrals = Deferrals(weakref.ref(self))
         self._kept_current: Counter[Tensor] = Counter()
         """How many ``up_to_date`` blocks want a parameter current at all times."""
-        # A model may outlive its optimizer: whatever rows still wait then are brought up to date.
-        weakref.finalize(self, flush_orphans, self._deferrals).atexit = False
+
+    def __del__(self) -> None:
+        """A model may outlive its optimizer: whatever rows still wait then are brought up to date."""
+        if not sys.is_finalizing():
+            flush_orphans(vars(self).get("_deferrals", {}))
 
     _zero_allowed = True  # for lr and eps, as torch's Adam has it
 
@@ -182,6 +188,11 @@ class DeferredAdam(RowOptimizer):
         """
         group = self._find_group(param)
         with self._lock:
+            if param not in self._deferrals and isinstance(param, Waiting):
+                raise RuntimeError(
+                    "this tensor was swapped with a table whose rows wait for their steps; expected the table. Call "
+                    "opt.flush(param) before torch.utils.swap_tensors"
+                )
             if ids is None or group is None:
                 self._flush([param])
             elif not is_faked(ids):
@@ -250,9 +261,16 @@ class DeferredAdam(RowOptimizer):
 
     def _begin_rows(self, step: RowStep, group: Group) -> RowUpdate:
         param, state = step.param, self.state[step.param]
+        self._forget_strangers()
         deferral = self._deferrals.begin(param, state, step.gradient.lead, step.count - 1, group)
         at, notes = admit_state(param, state), deferral.notes_for(step.count)
         return admit(param, state, step.gradient, at, step.scalars, notes, step.count)
+
+    def _forget_strangers(self) -> None:
+        """Settle and let go of tables that are in no group any more, as one that was replaced by a longer one."""
+        for param in [param for param in self._deferrals if self._find_group(param) is None]:
+            self._deferrals.end(param, self.state.get(param), _backends.chosen())
+            self._places.pop(param, None)
 
     def _counter(self, updates: Sequence[RowUpdate], group: Group, backend: Backend) -> Callable[[Outcome], None]:
         rate = _rate(group)
