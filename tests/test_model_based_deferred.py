@@ -40,7 +40,7 @@ class DeferredAdamRun(Program):
     bad_options: ClassVar[list[dict[str, Any]]] = [
         {"lr": -1.0},
         {"betas": (1.0, 0.999)},
-        {"decoupled_weight_decay": False, "weight_decay": 0.1},
+        {"weight_decay": -1.0},
     ]
 
     def can_compile(self, options: str, dtype: torch.dtype, state_dtype: torch.dtype) -> bool:
