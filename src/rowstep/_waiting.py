@@ -119,11 +119,14 @@ def take_over(param: Tensor, keeper: object) -> None:
 
 
 def bring_all_up_to_date(things: Any) -> bool:
-    """Bring all tables among these up to date, whether they lie in lists or dicts; return whether none waits now."""
+    """Bring all tables among these up to date, whether they lie in lists or dicts; return whether all are plain now.
+
+    If none is found although there must be one, the answer is no: whoever called would ask again, for ever.
+    """
     found = list(_waiting_in(things))
     for tensor in found:
         _bring_up_to_date(tensor, None)
-    return not any(isinstance(tensor, Waiting) for tensor in found)
+    return bool(found) and not any(isinstance(tensor, Waiting) for tensor in found)
 
 
 def _waiting_in(things: Any) -> Iterator[Tensor]:
