@@ -116,7 +116,7 @@ def expected_weights(param: Tensor, state: dict[str, Any], group: dict[str, Any]
         before, p = p, p * (1 - lr * decay)
     else:
         before, g = p, g + decay * p
-    with np.errstate(invalid="ignore"):  # as torch writes it: infinity stays no longer than a step
+    with np.errstate(over="ignore", invalid="ignore"):  # as torch writes it: infinity stays no longer than a step
         m, v = m + (g - m) * (1 - beta1), v + (g * g - v) * (1 - beta2)
     v = np.maximum(u, v) if group["amsgrad"] else v
     root = np.sqrt(1 - beta2**count)

@@ -138,6 +138,7 @@ def test_a_moment_whose_memory_is_freed_is_refused_by_the_next_step(kind: Kind, 
 COUNTS_PER_ROW: dict[str, tuple[Tensor, str]] = {
     "bool": (torch.ones(6, dtype=torch.bool), "dense tensor of int64"),
     "float16 beyond its whole numbers": (torch.full((6,), 2048, dtype=torch.float16), r"in \[0, 2048\)"),
+    "float8": (torch.ones(6).to(torch.float8_e4m3fn), "dense tensor of int64"),
     "complex": (torch.ones(6, dtype=torch.complex64), "dense tensor of int64"),
     "negative": (torch.tensor([0, 1, -1, 0, 0, 0]), r"in \[0, "),
     "negative int8": (torch.full((6,), -1, dtype=torch.int8), r"in \[0, "),

@@ -17,7 +17,7 @@ from torch.optim.optimizer import StateDict
 
 from ._memory import has_memory, span
 from ._rules.adam import SLOTS
-from ._state import MOMENTS, State, described, largest_count, miscount, missing, moment_flaw
+from ._state import FLOATS, MOMENTS, State, described, largest_count, miscount, missing, moment_flaw
 from ._waiting import plain_class
 
 
@@ -140,12 +140,16 @@ def _moment_flaw(moment: object, param: Tensor) -> str | None:
     return moment_flaw(moment)
 
 
+# The integers that torch computes with. It counts in floating point too; FLOATS are those it can compare with others.
+_WHOLE_NUMBERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
 def _counts_flaw(counts: object, param: Tensor) -> str | None:
     if not isinstance(counts, Tensor) or counts.layout != torch.strided or counts.is_meta:
         return "a dense tensor"
     if counts.shape != param.shape[: counts.dim()]:
         return f"the leading dimensions of {tuple(param.shape)}"
-    if counts.dtype in (torch.bool, torch.uint16, torch.uint32, torch.uint64) or counts.is_complex():
+    if counts.dtype not in _WHOLE_NUMBERS + FLOATS:
         return "a dense tensor of int64"
     # torch's classes cast counts to the parameter's dtype, which has every whole number up to some bound only.
     bound = int(largest_count(counts.dtype)) if counts.is_floating_point() else 1 << 53
