@@ -23,7 +23,7 @@ from torch import Tensor
 from deferred_cases import LONG
 from guard_pages import Guard, GuardedNumpy
 from rowstep import arrays
-from rowstep._backends import Backend, Outcome, admit, admit_notes, admit_state
+from rowstep._backends import Backend, LateRows, Outcome, admit, admit_notes, admit_state
 from rowstep._gradient import RowGradient
 from rowstep._rules.adam import Scalars
 from rowstep._schedule import Schedule
@@ -152,8 +152,9 @@ def deferred() -> None:
                     each.state["exp_avg_sq"].mul_(1e-6)
                     each.state["max_exp_avg_sq"].mul_(1e-6)
             for each in (plain, guarded):
-                backend.catch_up(each.param, each.state, each.since, coefficients, each.rows)
-                backend.catch_up(each.param, each.state, each.since, coefficients, range(7, ROWS))
+                late = LateRows(each.param, each.state, each.since, coefficients)
+                backend.catch_up(late, each.rows)
+                backend.catch_up(late, range(7, ROWS))
             guarded.assert_same(plain)
             notes = admit_notes(guarded.since, (ROWS,))
             assert backend.look_at(guarded.gradient, notes, 3) == (None, 0)

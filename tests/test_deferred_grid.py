@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from deferred_cases import LONG, RATE, SCHEDULES
-from rowstep._backends import Backend
+from rowstep._backends import Backend, LateRows
 from rowstep._schedule import DUST_OF_EPS, Schedule, check_betas, window_length
 from rowstep._state import compute_dtype
 
@@ -120,7 +120,7 @@ def in_one_stride(backend: str, schedule: Schedule, rows: Rows) -> dict[str, Any
         state["max_exp_avg_sq"] = rows.v.clone()
     since = torch.from_numpy(schedule.step - rows.gaps).to(torch.int32)
     module = importlib.import_module(f"rowstep._backends.{backend}")
-    Backend(module).catch_up(param, state, since, schedule, torch.arange(len(since)))
+    Backend(module).catch_up(LateRows(param, state, since, schedule), torch.arange(len(since)))
     assert (since == schedule.step).all()
     if schedule.amsgrad:
         assert torch.equal(state.pop("max_exp_avg_sq"), rows.v)

@@ -310,3 +310,23 @@ def test_rows_to_catch_up_may_be_a_mask_and_must_be_numbers() -> None:
     for ids in wrong:
         with pytest.raises(TypeError, match="expected an integer tensor or a boolean mask"):
             twins.ours.catch_up(twins.model.weight, ids)
+
+
+NO_IDS = {
+    "outside": torch.tensor([3, 40]),
+    "negative": torch.tensor([-1]),
+    "a mask": torch.ones(40, dtype=torch.bool),
+    "a mask that is too short": torch.ones(3, dtype=torch.bool),
+    "floats": torch.tensor([1.0]),
+    "int16": torch.tensor([1], dtype=torch.int16),
+    "no tensor": [1, 2],
+}
+
+
+@pytest.mark.parametrize("name", NO_IDS)
+def test_a_lookup_of_what_are_no_ids_is_torchs_error(name: str) -> None:
+    twins, ids = after_some_steps(), NO_IDS[name]
+    with pytest.raises((IndexError, RuntimeError, TypeError)) as torchs:
+        functional.embedding(ids, torch.zeros(40, 4))  # type: ignore[arg-type]
+    with pytest.raises(torchs.type, match=re.escape(str(torchs.value))):
+        functional.embedding(ids, twins.model.weight)  # type: ignore[arg-type]

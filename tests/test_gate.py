@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from deferred_cases import embedding, in_memory
 from gradients import Snapshot, rows_of, sparse, step_with, table
 from rowstep import DeferredAdam, SparseAdam, clip_grad_norm_
-from rowstep._backends import Outcome, RowUpdate, admit, admit_notes, admit_state, chosen
+from rowstep._backends import LateRows, Outcome, RowUpdate, admit, admit_notes, admit_state, chosen
 from rowstep._gradient import RowGradient, row_gradient
 from rowstep._rules.adam import Scalars
 from rowstep._schedule import Schedule
@@ -57,6 +57,10 @@ def update_of(given: Given, *, notes: bool = False) -> RowUpdate:
     )
 
 
+def late(given: Given) -> LateRows:
+    return LateRows(given.param, given.state, given.since, given.schedule)
+
+
 ENTRIES: dict[str, tuple[Callable[[Given], object], tuple[str, ...]]] = {
     "update": (
         lambda o: chosen().update([update_of(o)], Outcome()),
@@ -67,11 +71,11 @@ ENTRIES: dict[str, tuple[Callable[[Given], object], tuple[str, ...]]] = {
         ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "row_step", "rows", "values", "since"),
     ),
     "catch_up": (
-        lambda o: chosen().catch_up(o.param, o.state, o.since, o.schedule, o.rows),
+        lambda o: chosen().catch_up(late(o), o.rows),
         ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "since", "rows"),
     ),
     "flush": (
-        lambda o: chosen().catch_up(o.param, o.state, o.since, o.schedule, range(LEAD[0])),
+        lambda o: chosen().catch_up(late(o), range(LEAD[0])),
         ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "since"),
     ),
     "norm": (lambda o: chosen().norm(o.gradient(), 2.0), ("rows", "values")),
@@ -133,6 +137,25 @@ def test_each_operand_wrong_in_each_way_is_an_error(entry: str, operand: str, wa
     operands.set(operand, way(operands.get(operand)))
     with pytest.raises((TypeError, ValueError), match="expected"):
         ENTRIES[entry][0](operands)
+
+
+CHANGES: dict[str, Callable[[Tensor], object]] = {
+    "replaced by a shorter one": lambda tensor: setattr(tensor, "data", shorter(tensor)),
+    "replaced by a longer one": lambda tensor: setattr(tensor, "data", longer(tensor)),
+    "freed": lambda tensor: tensor.untyped_storage().resize_(0),
+    "made smaller": lambda tensor: tensor.untyped_storage().resize_(tensor.nbytes - 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("operand", ["param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"])
+def test_late_rows_that_passed_once_are_looked_at_again(operand: str, change: str) -> None:
+    operands = Given()
+    rows = late(operands)
+    chosen().catch_up(rows, operands.rows)
+    CHANGES[change](operands.get(operand))
+    with pytest.raises(ValueError, match="expected"):
+        chosen().catch_up(rows, operands.rows)
 
 
 @pytest.mark.parametrize("operand", ["param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"])

@@ -61,7 +61,7 @@ class RowOptimizer(Optimizer):
         self._unfinished: Callable[[], None] | None = None
         self._checked: dict[int, Sequence[Any]] = {}
         """Of each group, the options that were last found to be good, as the objects that they were."""
-        self._places: dict[Tensor, tuple[Group, int]] = {}
+        self._places: dict[Tensor, tuple[int, int]] = {}
         """In which group parameters were found, and where in it: a search takes long where there are many."""
 
     def _check_group(self, group: Mapping[str, Any], where: str) -> None:
@@ -256,14 +256,14 @@ class RowOptimizer(Optimizer):
 
     def _find_group(self, param: Tensor) -> Group | None:
         # Programs edit the groups, so the place where it was last is only where to look first.
-        group, index = self._places.get(param, ({"params": ()}, 0))
-        params = group["params"]
-        if index < len(params) and params[index] is param and any(group is other for other in self.param_groups):
-            return group
-        for group in self.param_groups:
+        groups = self.param_groups
+        at, index = self._places.get(param, (0, 0))
+        if at < len(groups) and index < len(params := groups[at]["params"]) and params[index] is param:
+            return groups[at]
+        for at, group in enumerate(groups):
             for index, other in enumerate(group["params"]):
                 if param is other:
-                    self._places[param] = group, index
+                    self._places[param] = at, index
                     return group
         return None
 

@@ -55,11 +55,8 @@ class Waiting:
         kwargs = kwargs or {}
         if func in _WITHOUT_NUMBERS or (func in _LIKE_ANOTHER and not isinstance(args[0], Waiting)):
             return plainly(func, *args, **kwargs)
-        if func in _LOOKUPS and (weight := _prepared(func, types, args, kwargs)) is not None:
-            found = plainly(func, *args, **kwargs)
-            if kwargs.get("max_norm") is not None and (keeper := keeper_of(weight)) is not None:
-                keeper.accept_writes(weight)
-            return found
+        if func in _LOOKUPS and (lookup := _lookup(func, types, args, kwargs)) is not None:
+            return plainly(_look_up, *lookup, func, args, kwargs)
         if bring_all_up_to_date((args, kwargs)):
             if func is Tensor.detach and is_making_a_parameter(sys._getframe(2)):
                 return Tensor._make_subclass(type(args[0]), args[0])
@@ -125,7 +122,10 @@ def bring_all_up_to_date(things: Any) -> bool:
     """
     found = list(_waiting_in(things))
     for tensor in found:
-        _bring_up_to_date(tensor, None)
+        param, keeper = _table_and_keeper(tensor)
+        if keeper is not None:
+            with untraced():  # what torch.jit.trace records is the model, and this is no part of it
+                keeper.bring_up_to_date(param, None)
     return bool(found) and not any(isinstance(tensor, Waiting) for tensor in found)
 
 
@@ -139,8 +139,8 @@ def _waiting_in(things: Any) -> Iterator[Tensor]:
         yield from _waiting_in(list(things.values()))
 
 
-def _prepared(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """The table of a lookup, with the rows up to date that it reads; None if it is not one that can be seen through."""
+def _lookup(func: Any, types: Any, args: Any, kwargs: Any) -> tuple[Any, Tensor] | None:
+    """The table of a lookup and the ids that it reads; None if they cannot be seen."""
     first, second = _LOOKUPS[func]
     weight = args[1] if len(args) > 1 else kwargs.get(second)
     ids = args[0] if args else kwargs.get(first)
@@ -150,13 +150,23 @@ def _prepared(func: Any, types: Any, args: Any, kwargs: Any) -> Tensor | None:
         not isinstance(weight, Waiting)
         or not isinstance(ids, Tensor)
         or not _see_through(types)
+        or ids.dtype is torch.bool  # not ids, and torch will say so
         or is_wrapped(ids)  # which rows vmap reads cannot be seen
         or is_traced()  # what is traced reads other rows later
     ):
         return None
-    table: Any = weight
-    _bring_up_to_date(table, ids)
-    return cast(Tensor, table)
+    return weight, ids
+
+
+def _look_up(weight: Tensor, ids: Tensor, func: Any, args: Any, kwargs: Any) -> Any:
+    """What a lookup finds, once the rows are up to date that it reads."""
+    param, keeper = _table_and_keeper(weight)
+    if keeper is not None:
+        keeper.bring_up_to_date(param, ids)
+    found = func(*args, **kwargs)
+    if kwargs.get("max_norm") is not None and (keeper := keeper_of(weight)) is not None:
+        keeper.accept_writes(weight)
+    return found
 
 
 @functools.cache
@@ -165,17 +175,12 @@ def _see_through(types: tuple[type[Tensor], ...]) -> bool:
     return not any(dispatches_itself(kind.plain if issubclass(kind, Waiting) else kind) for kind in types)
 
 
-def _bring_up_to_date(tensor: Tensor, ids: Tensor | None) -> None:
+def _table_and_keeper(tensor: Tensor) -> tuple[Tensor, Keeper | None]:
     param, reference = vars(tensor).get(_KEEPER, (None, None))
-    param = tensor if param is None else param
     keeper = None if reference is None else reference()
     if keeper is None:  # it is gone, and has left nothing that waits
         release([tensor], reference)
-    elif is_traced():
-        with untraced():  # what torch.jit.trace records is the model, and this is no part of it
-            keeper.bring_up_to_date(param, ids)
-    else:
-        keeper.bring_up_to_date(param, ids)
+    return tensor if param is None else param, keeper
 
 
 # What their two first arguments are called.

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from .._choice import choose
 from .._gradient import RowGradient
-from .._schedule import Schedule
-from .._state import State
 from . import reference
 from .gate import (
     Addresses,
+    LateRows,
     Notes,
     RowUpdate,
     admit,
@@ -31,13 +30,13 @@ from .gate import (
     admit_notes,
     admit_rows,
     admit_state,
-    admit_table,
 )
 from .outcome import Outcome
 
 __all__ = [
     "Addresses",
     "Backend",
+    "LateRows",
     "Notes",
     "Outcome",
     "RowUpdate",
@@ -94,19 +93,13 @@ class Backend:
         (batch,) = self.batches(updates)
         batch.update(outcome)
 
-    def catch_up(
-        self, param: Tensor, state: State, notes: Tensor, schedule: Schedule, rows: Tensor | range
-    ) -> int | None:
-        """Bring these rows of ``param`` and its moments from the steps in ``notes`` to the schedule's.
+    def catch_up(self, late: LateRows, rows: Tensor | range) -> int | None:
+        """Bring these rows of a table and its moments from the steps in their notes to the schedule's.
 
         If a row number is not in the table, nothing is changed, and the first such number is returned.
         """
-        lead = notes.shape
-        at = admit_table(param, state, lead, amsgrad=schedule.amsgrad)
-        is_for_kernels = (
-            admit_notes(notes, lead).at and (isinstance(rows, range) or admit_rows(rows)) and at is not None
-        )
-        outside: int | None = self._for(is_for_kernels).catch_up(param, state, notes, schedule, rows, at)
+        is_for_kernels = late.admit() and (isinstance(rows, range) or admit_rows(rows))
+        outside: int | None = self._for(is_for_kernels).catch_up(late, rows)
         return outside
 
     def look_at(self, gradient: RowGradient, notes: Notes, step: int) -> tuple[int | None, int]:

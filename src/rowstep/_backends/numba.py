@@ -22,9 +22,8 @@ from .._kernels import norm as norms
 from .._kernels import update as kernels
 from .._kernels import walk
 from .._kernels.workspace import PARALLEL_FROM_BYTES, shared_work, workspace
-from .._schedule import Schedule
-from .._state import State, compute_dtype
-from .gate import Addresses, RowUpdate
+from .._state import compute_dtype
+from .gate import LateRows, RowUpdate
 from .outcome import Outcome
 
 # An empty array of a type tells the kernels how to read an address. For 16-bit floats see _kernels/floats.py.
@@ -120,17 +119,15 @@ def _share_weights(updates: Sequence[RowUpdate]) -> bool:
     return any(after[0] < before[1] for before, after in pairwise(spans))
 
 
-def catch_up(
-    param: Tensor, state: State, notes: Tensor, schedule: Schedule, rows: Tensor | range, at: Addresses
-) -> int | None:
-    """Bring these rows of a table and its moments from the steps in ``notes`` to the schedule's."""
-    p_at, m_at, v_at, u_at, _, dtype, state_dtype, _ = at
-    row_count = notes.numel()
-    columns = param.numel() // max(1, row_count)
+def catch_up(late: LateRows, rows: Tensor | range) -> int | None:
+    """Bring these rows of a table and its moments from the steps in their notes to the schedule's."""
+    p_at, m_at, v_at, u_at, _, dtype, state_dtype, _ = late.at  # type: ignore[misc]  # `Backend` has looked
+    schedule, row_count = late.schedule, late.notes.numel()
+    columns = late.param.numel() // max(1, row_count)
     threads = _threads_for((len(rows) if isinstance(rows, range) else rows.numel()) * columns * dtype.itemsize)
     scratch = _totals(2 * threads, columns, dtype, state_dtype)
     arguments = (
-        row_count, notes.data_ptr(), p_at, m_at, v_at, u_at, columns, schedule.record,
+        row_count, late.notes_at, p_at, m_at, v_at, u_at, columns, schedule.record,
         _LIKE[dtype], _LIKE[state_dtype], schedule.amsgrad or None,
     )  # fmt: skip
     if isinstance(rows, range):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .._backends import Backend, Notes, admit_notes
+from .._backends import Backend, LateRows, Notes, admit_notes
 from .._schedule import Schedule
 from .._state import MOMENTS, State
 from .._torch_internals import is_faked, plainly, writes_to
@@ -61,9 +61,10 @@ class Deferral:
         self.lead, self.row_count, self.dtype = lead, math.prod(lead), param.dtype
         self.notes = torch.zeros(lead, dtype=torch.int32, device=param.device)
         """Per row, the step of the schedule at which it was last up to date."""
+        self._late = LateRows(param, self._moments, self.notes, schedule)
         self._swept = 0
-        self._writes: int | None = None
-        """How often the table had been written to when that was last known to be right; None in a step."""
+        self._writes = -1
+        """How often the table had been written to when that was last known to be right; -1 if that says nothing."""
         self._is_watched = False
         self.wrapper: Callable[[], object] = lambda: None
         """The DistributedDataParallel that averages the gradients, once that is known."""
@@ -97,7 +98,10 @@ class Deferral:
 
     def accept_writes(self) -> None:
         """What has been written to the table until now was right."""
-        self._writes = _writes_to(self.param)
+        # Tables that are cut from one buffer are counted together: nothing can be told of one of them.
+        table = self.param
+        is_whole = not table.is_inference() and table.untyped_storage().nbytes() == table.nbytes
+        self._writes = writes_to(table) if is_whole else -1
 
     def refuse_writes(self) -> None:
         """Raise if somebody has written to the table behind the back of ``watch``, or put another in its place."""
@@ -106,8 +110,8 @@ class Deferral:
                 "the table was swapped with another tensor while rows waited for their steps; expected the table that "
                 "they belong to. Call opt.flush(param) before torch.utils.swap_tensors"
             )
-        is_ours = keeper_of(self.param) is self._keeper()
-        if self._writes is not None and is_ours and _writes_to(self.param) != self._writes:
+        is_written = self._writes >= 0 and writes_to(self.param) != self._writes
+        if is_written and keeper_of(self.param) is self._keeper():
             raise RuntimeError(
                 "the table was written to through another tensor that shares its memory (a view, or what detach() "
                 "returned) while rows waited for their steps; expected writes through the parameter itself. Call "
@@ -118,23 +122,23 @@ class Deferral:
         """From now on rows may wait, once the step that begins now has been counted."""
         if not isinstance(self.param, Waiting):
             watch([self.param, *self._moments.values()], self.param, self._keeper)
-        self._writes, self._is_watched = None, True
+        self._writes, self._is_watched = -1, True  # the step itself writes
 
     def release(self) -> None:
         """No row waits."""
         release([self.param, *self._moments.values()], self._keeper)
         self._is_watched = False
+        self._late.forget()
 
     def catch_up(self, rows: Tensor, backend: Backend) -> int | None:
         """Bring these rows up to date, or return the first number that is not in the table."""
-        return backend.catch_up(self.param, self._moments, self.notes, self.schedule, rows)
+        return backend.catch_up(self._late, rows)
 
     def flush(self, backend: Backend) -> None:
         """Bring every row up to date."""
         if is_faked():
             return
-        rows = range(self.row_count)
-        plainly(backend.catch_up, self.param, self._moments, self.notes, self.schedule, rows)
+        plainly(backend.catch_up, self._late, range(self.row_count))
         self.release()
 
     def all_stepped(self) -> None:
@@ -154,11 +158,5 @@ class Deferral:
         while self._swept < due:
             first = self._swept % self.row_count
             last = min(first + due - self._swept, self.row_count)
-            backend.catch_up(self.param, self._moments, self.notes, self.schedule, range(first, last))
+            backend.catch_up(self._late, range(first, last))
             self._swept += last - first
-
-
-def _writes_to(table: Tensor) -> int:
-    # Tables that are cut from one buffer are counted together: nothing can be told of one of them.
-    is_whole = not table.is_inference() and table.untyped_storage().nbytes() == table.nbytes
-    return writes_to(table) if is_whole else -1

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..._schedule import DUST_OF_EPS, EBAR, M0, M2, M3, M4, M5, SAFE, Schedule
 from ..._state import State, compute_dtype
+from ..gate import LateRows
 from ..outcome import Outcome
 from .adam import RowsOf, first_outside
 
@@ -17,10 +18,9 @@ _ROWS_AT_ONCE = 1 << 16
 
 
 @torch.no_grad()
-def catch_up(
-    param: Tensor, state: State, notes: Tensor, schedule: Schedule, rows: Tensor | range, at: object = None
-) -> int | None:
-    """Bring these rows of ``param`` and its moments from the steps in ``notes`` to the schedule's."""
+def catch_up(late: LateRows, rows: Tensor | range) -> int | None:
+    """Bring these rows of a table and its moments from the steps in their notes to the schedule's."""
+    param, notes, schedule = late.param, late.notes, late.schedule
     if isinstance(rows, range):
         rows = torch.arange(rows.start, rows.stop, device=notes.device)
     rows = rows.reshape(-1)
@@ -29,7 +29,9 @@ def catch_up(
         return outside
     stale = torch.unique(rows[notes.view(-1)[rows] < schedule.step])
     for some in stale.split(_ROWS_AT_ONCE):
-        _catch_up(param.data, state, notes, schedule, some)  # .data: autograd's version counter must not see this
+        _catch_up(
+            param.data, late.moments, notes, schedule, some
+        )  # .data: autograd's version counter must not see this
     return None
 
 
