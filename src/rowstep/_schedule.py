@@ -122,15 +122,15 @@ class _Timeline:
         self.frozen = np.zeros((capacity, COLUMNS))
         self.recorded: tuple[Any, Any, Any] = None, None, None
         """What kernels were last told, and of which window and which ``decayed``."""
-        self.asked: tuple[Any, Any, Any, Any] = None, None, None, None
-        """The lr, the weight decay and the number of the step that was last asked for, and what it is like."""
+        self.advanced: tuple[Any, ...] = None, None, None, None, None, None
+        """Of the last advance the lr, the weight decay, step and window before it, and window and timeline after it."""
 
     def copy(self, newest: int) -> _Timeline:
         """A timeline of its own for the step after ``newest``."""
         copied = copy.copy(self)
         for name in ("rate", "root", "kept", "decayed", "lacking", "frozen"):
             setattr(copied, name, getattr(self, name).copy())
-        copied.recorded = None, None, None
+        copied.recorded, copied.advanced = (None,) * 3, (None,) * 6
         copied.newest, copied._last = newest, newest + self.capacity // 8
         return copied
 
@@ -201,16 +201,24 @@ class Schedule:
         newest, window, timeline = self.step, self._window, self._timeline  # on one line: nothing can come between
         if newest == to:
             return
-        asked = timeline.asked
-        if asked[0] is lr and asked[1:3] == (weight_decay, newest):  # as all twins ask
-            step = asked[3]
+        before, its_decay, its_step, its_window, *after = timeline.advanced
+        if before is lr and its_window is window and its_step == newest and its_decay == weight_decay:
+            window, timeline = after[0], after[1] or timeline  # a twin has been here: 1 µs instead of 6
         else:
-            step = self._step_with(lr, weight_decay, newest + 1)
-            timeline.asked = lr, weight_decay, newest, step
-        window = window.after(step, functools.partial(self._after, window, *step))
-        length = self.window_length
-        timeline = timeline.with_step(newest + 1, step, (newest + 1 - length, window.table[length]))
+            window, timeline = self._advanced(lr, weight_decay, newest, window, timeline)
         vars(self).update(step=newest + 1, _window=window, _timeline=timeline)
+
+    def _advanced(
+        self, lr: Any, weight_decay: float, newest: int, window: _Window, timeline: _Timeline
+    ) -> tuple[_Window, _Timeline]:
+        """Window and timeline after one more step than ``newest``."""
+        step = self._step_with(lr, weight_decay, newest + 1)
+        following = window.after(step, functools.partial(self._after, window, *step))
+        length = self.window_length
+        longer = timeline.with_step(newest + 1, step, (newest + 1 - length, following.table[length]))
+        other = None if longer is timeline else longer  # not itself: that would be garbage only a collection finds
+        timeline.advanced = lr, weight_decay, newest, window, following, other
+        return following, longer
 
     def _step_with(self, lr: Any, weight_decay: float, number: int) -> _Step:
         kept = float(1 - lr * weight_decay)

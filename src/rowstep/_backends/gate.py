@@ -81,11 +81,15 @@ class LateRows:
 
     def admit(self) -> bool:
         """Raise unless all of it belongs together; tell whether kernels can address it."""
+        return self.still_at() is not None or self._look()
+
+    def still_at(self) -> Addresses | None:
+        """Where the table and its moments are, if they have been looked at and lie where they lay."""
         for tensor, address, size in self._places:
             if tensor.data_ptr() != address or tensor.untyped_storage().nbytes() != size:
                 self.forget()
                 break
-        return self.at is not None or self._look()
+        return self.at
 
     def _look(self) -> bool:
         lead = self.notes.shape

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .._backends import Backend, LateRows, Notes, admit_notes
+from .._backends import Addresses, Backend, LateRows, Notes, admit_notes, admit_state
 from .._schedule import Schedule
 from .._state import MOMENTS, State
 from .._torch_internals import is_faked, plainly, writes_to
@@ -65,7 +65,7 @@ class Deferral:
         self._swept = 0
         self._writes = -1
         """How often the table had been written to when that was last known to be right; -1 if that says nothing."""
-        self._is_watched = False
+        self._is_watched = self._counts_writes = False
         self.wrapper: Callable[[], object] = lambda: None
         """The DistributedDataParallel that averages the gradients, once that is known."""
 
@@ -92,16 +92,20 @@ class Deferral:
             and self.schedule.step < _LAST_STEP  # or the notes run out of numbers
         )
 
+    def where(self, state: State) -> Addresses | None:
+        """What ``admit_state`` says of the table and this state."""
+        at = self._late.still_at() if self.has_its_state(state) else None
+        return admit_state(self.param, state) if at is None else at
+
     def notes_for(self, count: int) -> Notes:
         """What a ``count``-th step writes beside the rows that it moves."""
-        return admit_notes(self.notes, self.lead, count - self.schedule.origin)
+        note = count - self.schedule.origin
+        notes_at = self._late.notes_at  # if they have been looked at: nobody else has them
+        return Notes(self.notes, note, notes_at) if notes_at else admit_notes(self.notes, self.lead, note)
 
     def accept_writes(self) -> None:
         """What has been written to the table until now was right."""
-        # Tables that are cut from one buffer are counted together: nothing can be told of one of them.
-        table = self.param
-        is_whole = not table.is_inference() and table.untyped_storage().nbytes() == table.nbytes
-        self._writes = writes_to(table) if is_whole else -1
+        self._writes = writes_to(self.param) if self._counts_writes else -1
 
     def refuse_writes(self) -> None:
         """Raise if somebody has written to the table behind the back of ``watch``, or put another in its place."""
@@ -122,6 +126,9 @@ class Deferral:
         """From now on rows may wait, once the step that begins now has been counted."""
         if not isinstance(self.param, Waiting):
             watch([self.param, *self._moments.values()], self.param, self._keeper)
+            # Tables that are cut from one buffer are counted together: nothing can be told of one of them.
+            table = self.param
+            self._counts_writes = not table.is_inference() and table.untyped_storage().nbytes() == table.nbytes
         self._writes, self._is_watched = -1, True  # the step itself writes
 
     def release(self) -> None:

@@ -101,7 +101,7 @@ class DeferredAdam(RowOptimizer):
         self._kept_current: Counter[Tensor] = Counter()
         """How many ``up_to_date`` blocks want a parameter current at all times."""
         self._backend = _backends.in_plain_torch
-        """What made the last step, and brings rows up to date that a lookup reads; to choose anew takes 2 µs."""
+        """What made the last step, and brings rows up to date that are read; to choose anew takes 2 µs."""
 
     def __del__(self) -> None:
         """A model may outlive its optimizer: whatever rows still wait then are brought up to date."""
@@ -138,12 +138,12 @@ class DeferredAdam(RowOptimizer):
         if is_faked(ids):
             return
         with self._lock:
-            plainly(self._catch_up, param, ids, group, _backends.chosen())
+            plainly(self._catch_up, param, ids, group)
 
-    def _catch_up(self, param: Tensor, ids: Tensor, group: Group, backend: Backend) -> None:
+    def _catch_up(self, param: Tensor, ids: Tensor, group: Group) -> None:
         self._finish_step()
         rows = _numbers_of(ids, param)
-        deferral, state = self._deferrals.get(param), self.state.get(param)
+        deferral, state, backend = self._deferrals.get(param), self.state.get(param), self._backend
         if deferral is not None and deferral.is_under(state, param.dtype, options_of(group)):
             deferral.refuse_writes()
             outside = deferral.catch_up(rows, backend)
@@ -197,7 +197,7 @@ class DeferredAdam(RowOptimizer):
                 self._flush([param])
             elif not is_faked(ids):
                 try:  # noqa: SIM105  `contextlib.suppress` takes 1 µs
-                    self._catch_up(param, ids, group, self._backend)
+                    self._catch_up(param, ids, group)
                 except (IndexError, TypeError):
                     pass
 
@@ -219,7 +219,8 @@ class DeferredAdam(RowOptimizer):
     def _plan_parameter(
         self, plan: Plan, param: Tensor, grad: Tensor, state: State, taken: int, backend: Backend
     ) -> None:
-        at, deferral = admit_state(param, state), self._deferrals.get(param)
+        deferral = self._deferrals.get(param)
+        at = admit_state(param, state) if deferral is None else deferral.where(state)
         moment = state.get("exp_avg", grad)
         gradient = rows_of_first_dimension(grad, param.dtype, moment.dtype) if grad.is_sparse else None
         if gradient is None and moment.dtype != grad.dtype:  # torch's Adam would find out in the middle of its step
