@@ -138,7 +138,7 @@ def schedule(*, amsgrad: bool) -> Schedule:
             if isinstance(value, np.ndarray):
                 setattr(owner, name, _guard.array(value))
     window = made._window
-    made._window = type(window)(window.rates, window.roots, _guard.array(window.table))
+    made._window = type(window)(window.sums, window.first, _guard.array(window.table))
     return made
 
 

@@ -7,14 +7,14 @@ s = T - k, the sum over the k steps in between of weights ``w`` that decay by ``
     M0, ebar, M2, M3, M4, M5        ebar = sum(w e) / sum(w)     Mn = sum(w (e/ebar - 1)^n)
 
 Two tables hold them. The *window* covers the gaps 1..J, where J is the number of steps after which ``r^J`` is below
-float64's precision; it is rebuilt at every step from sums of positive terms, so nothing drifts. A row that has waited
-longer needs its first J steps only, and those lie in the past for good: when a step leaves the window, its entry is
-*frozen*. Only the weight decay since then still acts on it.
+float64's precision. A step makes each gap one longer and adds one term to its sums. A row that has waited longer than J
+needs its first J steps only, and those lie in the past for good: when a step leaves the window, its entry is *frozen*.
+Only the weight decay since then still acts on it.
 
 Frozen entries are kept in a ring. ``capacity`` steps is how far back it reaches; the owner of the table sees to it that
 no row waits longer, so the memory is bounded however long the run.
 
-A model has many tables, and most of them take the same steps. A window takes 0.2 ms to build, longer than the step of a
+A model has many tables, and most of them take the same steps. A window takes 0.1 ms to build, as long as the step of a
 small table, and the rings take 1.6 MB. So a schedule is a place on a *timeline*, and ``twin`` makes another one at the
 same place. As long as twins take the same steps, be it one after the other, they share the rings and the windows. One
 that takes another step goes on with a copy.
@@ -57,8 +57,8 @@ _SMALLEST = 2.0**-1074
 # too small to have all its digits: such numbers make every later step three times slower.
 DUST_OF_EPS = 1e-24
 
-# Mn as a combination of E0..E6: the binomial (e/ebar - 1)^n written out.
-_CENTRAL = np.array([[(-1.0) ** (n - k) * math.comb(n, k) for k in range(7)] for n in range(7)])
+# M2..M6 as combinations of E0..E6: the binomial (e/ebar - 1)^n written out.
+_CENTRAL = np.array([[(-1.0) ** (n - k) * math.comb(n, k) for k in range(7)] for n in range(2, 7)])
 
 
 def window_length(beta1: float, beta2: float, *, amsgrad: bool) -> int:
@@ -85,11 +85,11 @@ def check_betas(beta1: float, beta2: float, *, amsgrad: bool, where: str = "") -
 class _Window:
     """The newest steps, and the coefficients of every gap that they are in. Nothing in it changes."""
 
-    __slots__ = ("__weakref__", "_next", "at", "rates", "roots", "table")
+    __slots__ = ("__weakref__", "_next", "at", "first", "sums", "table")
 
-    def __init__(self, rates: Any, roots: Any, table: Any) -> None:
-        self.rates, self.roots = rates, roots
-        """Newest first: rate times what weight decay has left of it since, and the powers of root."""
+    def __init__(self, sums: Any, first: Any, table: Any) -> None:
+        self.sums, self.first = sums, first
+        """For every gap, beginning with 1: E0..E6, the sums of w (e/eps)^n, and the e/eps of its first step."""
         self.table, self.at = table, table.ctypes.data
         self._next: tuple[Any, Callable[[], _Window | None]] = None, lambda: None
 
@@ -181,11 +181,12 @@ class Schedule:
         self.beta2_powers = beta2 ** np.arange(capacity + 1, dtype=np.float64)
 
         self._timeline = _Timeline(capacity)
-        self._window = _Window(np.zeros(length), np.ones((7, length)), np.zeros((length + 1, COLUMNS)))
+        self._window = _Window(np.zeros((7, length)), np.ones(length), np.zeros((length + 1, COLUMNS)))
         rho = self.ratio * self.growth ** np.arange(7.0)[:, None]
         with np.errstate(over="ignore"):
-            self._undo = rho ** -np.arange(length) if self.ratio else np.zeros((7, length))
-            self._redo = rho ** np.arange(1, length + 1)
+            self._powers = rho ** np.arange(1, length + 1)
+        # No root is below that of the first step, and no mean of them either.
+        self._has_tiny_means = eps * math.sqrt(1 - beta2) < 1 / _LARGEST
 
     def twin(self) -> Schedule:
         """Another schedule at the same step, for another table; both share what they have in common."""
@@ -253,39 +254,39 @@ class Schedule:
 
     def _after(self, window: _Window, rate: float, root: float, kept: float) -> _Window:
         """The window after a step with this rate and this root, which leaves so much of a weight."""
-        rates, roots = np.empty_like(window.rates), np.empty_like(window.roots)
-        rates[1:], rates[0] = window.rates[:-1] * kept, rate
-        roots[:, 1:], roots[:, 0] = window.roots[:, :-1], [root**n for n in range(7)]
-        with np.errstate(over="ignore", invalid="ignore"):
-            return _Window(rates, roots, self._coefficients_of(rates, roots))
+        # A row that has now waited for k steps had waited for k - 1, and this step is the k-th term of its sums. Every
+        # term is positive, so no digit is lost, and no sum outlives the window, so nothing drifts. To sum all terms
+        # anew in every step takes a third longer: 124 µs, not 91.
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            sums = self._powers * np.array([[rate * root**n] for n in range(7)])
+            sums[:, 1:] += window.sums[:, :-1] * kept
+            first = np.empty_like(window.first)
+            first[1:], first[0] = window.first[:-1], root * self.growth
+            return _Window(sums, first, self._coefficients_of(sums, first))
 
-    def _coefficients_of(self, recent_rate: Any, recent_root: Any) -> Any:
-        """The coefficients for every gap in the window, if these were the newest steps."""
-        # sums[n, k-1] = sum over the last k steps of w * (e/eps)^n, where step T-i has the weight
-        # rate * kept * ratio^(k-i) and e/eps = root * growth^(k-i). Every term is positive: no digit is lost.
-        sums = np.cumsum(recent_rate * recent_root * self._undo, axis=1) * self._redo
+    def _coefficients_of(self, sums: Any, first: Any) -> Any:
+        """The coefficients for every gap in the window, from what it holds."""
         total = sums[0]
         some = total > 0
         mean = np.divide(sums[1], total, out=np.ones_like(total), where=some)
-        for n in range(1, 7):
-            sums[n:] /= mean
-        central = _CENTRAL @ sums
-        table = np.zeros((self.window_length + 1, COLUMNS))
-        window = table[1:]
-        window[:, M0], window[:, EBAR] = total, self.eps * mean
-        window[:, M2:SAFE] = central[2:6].T
+        # One column after the other, as NumPy computes them fastest; turned around at the end.
+        columns = np.empty((COLUMNS, self.window_length))
+        columns[0], columns[1:] = 1, 1 / mean
+        central = _CENTRAL @ (sums * np.multiply.accumulate(columns))
+        columns[M0], columns[EBAR], columns[M2:SAFE] = total, self.eps * mean, central[:-1]
         # The series ends after M5. What is left out is at most theta^6 (M6/M0) max(1, ebar/e_1) of the sum; where
         # that is above the tolerance, i.e. for sqrt(v) below a bound, the terms have to be summed one by one.
-        first = recent_root[1] * self.growth
-        rest = np.divide(np.abs(central[6]), total, out=np.zeros_like(total), where=some) * np.maximum(1, mean / first)
-        least_root = window[:, EBAR] * ((rest / self.tolerance) ** (1 / 6) - 1)
-        # A mean that float32 may round to 0 leaves nothing to divide by where v is 0, and there only.
-        window[:, SAFE] = np.maximum(
-            np.maximum(least_root, 0) ** 2, np.where(window[:, EBAR] < 1 / _LARGEST, _SMALLEST, 0)
-        )
+        rest = np.divide(np.abs(central[-1]), total, out=np.zeros_like(total), where=some) * np.maximum(1, mean / first)
+        least_root = columns[EBAR] * ((rest / self.tolerance) ** (1 / 6) - 1)
+        columns[SAFE] = np.maximum(least_root, 0) ** 2
+        if self._has_tiny_means:  # float32 may round one to 0, which leaves nothing to divide by where v is 0
+            columns[SAFE, columns[EBAR] < 1 / _LARGEST] += _SMALLEST
         # With a small beta2 the e of a long gap grow past what a float holds: no series there.
-        lost = ~(np.abs(window) < _LARGEST).all(axis=1)
-        window[lost], window[lost, SAFE] = 0, np.inf
+        if not np.abs(columns).max() < _LARGEST:
+            lost = ~(np.abs(columns).max(axis=0) < _LARGEST)
+            columns[:, lost], columns[SAFE, lost] = 0, np.inf
+        table = np.zeros((self.window_length + 1, COLUMNS))
+        table[1:] = columns.T
         return table
 
     def coefficients(self, since: Any) -> tuple[Any, Any, Any]:
