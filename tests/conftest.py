@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import getpass
 import os
 import tempfile
 from collections.abc import Iterator
@@ -14,25 +14,9 @@ from hypothesis import settings
 
 from ranks import Ranks
 
-
-def _kernel_cache() -> Path:
-    """A directory of compiled kernels that all runs share, until a kernel changes.
-
-    Numba looks at the file of the function it compiled and not at those of the functions it calls, so the name holds
-    a hash of all of them. It holds the CPU that a run compiles for as well: Numba keeps code for several apart, but two
-    runs that write to one cache at the same time can each give their file the same name.
-    """
-    kernels = Path(__file__).parent.parent / "src" / "rowstep" / "_kernels"
-    digest = hashlib.sha256(str(Path.home()).encode())
-    for setting in ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES"):
-        digest.update(os.environ.get(setting, "").encode())
-    for source in sorted(kernels.glob("*.py")):
-        digest.update(source.read_bytes())
-    return Path(tempfile.gettempdir()) / f"rowstep-kernels-{digest.hexdigest()[:16]}"
-
-
-# Numba reads it once, when it is imported, and only the first step on the numba backend does that.
-os.environ["NUMBA_CACHE_DIR"] = str(_kernel_cache())
+# Where all test runs of this user keep compiled kernels. Numba reads it once, when it is imported, and only the first
+# step on the numba backend does that.
+os.environ["NUMBA_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / f"rowstep-kernels-{getpass.getuser()}")
 
 THREADS = int(os.environ.get("ROWSTEP_TEST_THREADS", "1"))
 """How many threads torch is told to use in a test that does not say it itself. ``make cpus`` tries four."""

@@ -119,7 +119,8 @@ def updates() -> None:
                 at = admit_state(each.param, each.state)
                 update = admit(each.param, each.state, each.gradient, at, scalars, admit_notes(each.since, (ROWS,), 3))
                 assert update.at is not None
-                backend.update([update], Outcome())
+                (batch,) = backend.batches([update])
+                batch.update(Outcome())
             guarded.assert_same(plain)
             assert backend.first_outside(guarded.rows, ROWS) is None
     for dtype, power in cases(DTYPES, (2.0, math.inf, 3.0)):

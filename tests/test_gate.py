@@ -61,13 +61,18 @@ def late(given: Given) -> LateRows:
     return LateRows(given.param, given.state, given.since, given.schedule)
 
 
+def make(update: RowUpdate) -> None:
+    (batch,) = chosen().batches([update])
+    batch.update(Outcome())
+
+
 ENTRIES: dict[str, tuple[Callable[[Given], object], tuple[str, ...]]] = {
     "update": (
-        lambda o: chosen().update([update_of(o)], Outcome()),
+        lambda o: make(update_of(o)),
         ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "row_step", "rows", "values"),
     ),
     "noted update": (
-        lambda o: chosen().update([update_of(o, notes=True)], Outcome()),
+        lambda o: make(update_of(o, notes=True)),
         ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "row_step", "rows", "values", "since"),
     ),
     "catch_up": (

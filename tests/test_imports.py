@@ -32,7 +32,7 @@ LAYERS = {
     "deferred": Layer(("_deferred",), may_import=("plain", "tensors", "backends", "core")),
     "public": Layer(("",), may_import=("core", "deferred")),
     "distributed": Layer(("distributed",), may_import=("tensors", "core")),
-    "cli": Layer(("cli",), may_import=("core", "public", "distributed")),
+    "cli": Layer(("cli",), may_import=("core", "public")),
 }
 
 NOWHERE = ("unittest", "tests", "benchmarks")
@@ -48,7 +48,8 @@ PRIVATE_MODULES = ("numba.core", "numba.misc", "numba.np")
 PRIVATE_ATTRIBUTES = {
     TORCH_INTERNALS: (
         "_C", "_indices", "_values", "_version", "_is_zerotensor", "_cdata", "_module_parameters",
-        "_get_active_ddp_module",
+        "_get_active_ddp_module", "_make_subclass", "_execution_engine", "_nnz",
+        "_set_params_and_buffers_to_ignore_for_model",
     ),
     NUMBA_INTERNALS: ("_cache", "_reduce", "_rebuild", "magic_tuple", "_launch_threads", "call_internal_no_propagate"),
 }  # fmt: skip

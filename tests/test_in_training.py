@@ -164,8 +164,6 @@ def test_averaged_weights(rivals: Rivals, name: str) -> None:
             model.loss(*batch).backward()
             optimizer.step()
             if number >= STEPS and number % 4 == 0:
-                if isinstance(optimizer, DeferredAdam):
-                    optimizer.flush()  # the average reads the tables without asking their modules
                 averaged.update_parameters(model)
         assert averaged.n_averaged == STEPS // 4
         result: Any = averaged.module

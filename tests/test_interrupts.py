@@ -14,6 +14,7 @@ from torch import nn
 from gradients import rows_of
 from interrupts import Interrupter, interrupted, lines_of
 from rowstep import SparseAdam
+from rowstep._waiting import Waiting
 from whole_steps import OPTIONS, Run, assert_on_its_way, trajectories
 
 
@@ -121,6 +122,8 @@ def test_a_signal_handler_may_save_tables_in_the_middle_of_a_step(name: str, mon
     for line in lines_of(Run(name).step):
         run = Run(name)
         Interrupter(line, functools.partial(assert_on_its_way, run, expected, of=2)).run(run.step)
+        for param, deferral in getattr(run.optimizer, "_deferrals", {}).items():
+            assert isinstance(param, Waiting) or not (deferral.notes < deferral.schedule.step).any()
         assert_on_its_way(run, expected)
         run.step()
         assert_on_its_way(run, expected)

@@ -205,8 +205,7 @@ def footprint(schedule: Schedule) -> dict[str, int]:
     return {name: value.nbytes if isinstance(value, np.ndarray) else 1 for name, value in vars(schedule).items()}
 
 
-def test_the_ring_is_as_long_as_asked_for_and_longer_than_the_window() -> None:
-    assert Schedule((0.9, 0.999), 1e-8, amsgrad=False, step=0, tolerance=1e-15, capacity=20_000).capacity == 20_000
+def test_the_ring_is_longer_than_the_window() -> None:
     slow = Schedule((0.99, 0.999), 1e-8, amsgrad=False, step=0, tolerance=1e-15)
     assert slow.window_length == 4099
     assert slow.capacity >= 4 * slow.window_length

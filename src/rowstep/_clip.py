@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from . import _backends
-from ._gradient import RowGradient, outside_message, row_gradient
+from ._gradient import RowGradient, row_gradient
 from ._part import Peers, part_of
+from ._plan import refuse_outside
 from ._scale import like_sparse, replace, scale_what_torch_cannot
 from ._state import compute_dtype
 from ._torch_internals import entries_of
@@ -138,7 +139,5 @@ def _total_norm(parameters: list[Tensor], norm_type: float, foreach: bool | None
 
 def _checked(grad: Tensor, backend: _backends.Backend) -> RowGradient:
     gradient = row_gradient(grad, grad.shape)
-    outside = backend.first_outside(gradient.rows, gradient.row_count)
-    if outside is not None:
-        raise IndexError(outside_message(outside, gradient.row_count))
+    refuse_outside(gradient, backend)
     return gradient

@@ -1,8 +1,8 @@
 """What a forked process must know: whether Numba's threads were left behind in its parent.
 
 Threads do not survive a fork. Numba's other layers start new ones in the child, but OpenMP ends a child that gives it
-work, or waits for ever in a grandchild. This file is imported with the package, and imports neither Numba nor torch:
-the threads may have been started by other Numba code of the program, before rowstep's first step.
+work, or waits for ever in a grandchild. This file is imported with the first optimizer class, and imports neither Numba
+nor torch: the threads may have been started by other Numba code of the program, before rowstep's first step.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ refused as a whole, with the reason, before anything of the optimizer has change
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import StateDict
 
-from ._memory import has_memory, span
+from ._memory import has_memory, lost_memory, span
 from ._rules.adam import SLOTS
-from ._state import FLOATS, MOMENTS, State, described, largest_count, miscount, missing, moment_flaw
+from ._state import FLOATS, LARGEST_COUNT, MOMENTS, State, described, largest_count, miscount, missing, moment_flaw
 from ._waiting import plain_class
 
 
@@ -65,7 +65,7 @@ _COUNTS = [slot.name for slot in SLOTS if slot.dtype == "int64"]
 
 
 def check_slots(own: Mapping[str, Any], loaded: Mapping[str, Any], states: Sequence[State], where: str) -> None:
-    """Raise if a group with the options ``own`` is to become ``loaded``, and what that needs has got lost.
+    """Raise if the options ``loaded``, which replace ``own``, need state that the loaded states do not have.
 
     torch.distributed.checkpoint restores the options of a group as they were saved, but of the state only what the
     optimizer it loads into has slots for. Slots follow the options, so an optimizer that was made with others comes out
@@ -78,10 +78,26 @@ def check_slots(own: Mapping[str, Any], loaded: Mapping[str, Any], states: Seque
         has_history = [state for state in states if "exp_avg" in state and state.get("step") != 0]
         if has_history and not any(slot in state for state in has_history):
             raise ValueError(
-                f"no state has {slot!r}, although {option}={value!r} was saved{where}; expected it beside the moments. "
-                "A checkpoint loads only into existing state: "
-                f"create the optimizer with {option}={value!r} before you load"
+                f"{option}={value!r} was saved{where}, but no loaded state has {slot!r}; expected it beside the "
+                "moments. A checkpoint loads only into existing state: create the optimizer with "
+                f"{option}={value!r} before you load"
             )
+
+
+def separate_counts(states: Iterable[State]) -> None:
+    """Give a loaded ``step`` memory of its own where it shares some: it is counted up in place.
+
+    All else stays the tensor that was loaded, as in torch: a state dict that is loaded twice, or into two optimizers,
+    is one state for both.
+    """
+    states = list(states)
+    taken = {state[name].data_ptr() for state in states for name in MOMENTS if name in state}
+    for state in states:
+        step = state.get("step")
+        if isinstance(step, Tensor):
+            if step.data_ptr() in taken or step.untyped_storage().nbytes() > step.nbytes:
+                state["step"] = step = step.clone()
+            taken.add(step.data_ptr())
 
 
 def tidied(state: State) -> State:
@@ -118,10 +134,7 @@ def _numbers(state_dict: StateDict) -> list[Any]:
 def _flaw(state: State, param: Tensor) -> str | None:
     for key, value in state.items():
         if isinstance(value, Tensor) and value.layout == torch.strided and value.is_cpu and not has_memory(value):
-            return (
-                f"the storage of {key!r} is too small for its shape {tuple(value.shape)}; "
-                "expected it to hold every element"
-            )
+            return lost_memory(repr(key), value)
     if reason := missing(state):
         return f"it {reason}"
     for key in MOMENTS:
@@ -141,7 +154,7 @@ def _moment_flaw(moment: object, param: Tensor) -> str | None:
 
 
 # The integers that torch computes with. It counts in floating point too; FLOATS are those it can compare with others.
-_WHOLE_NUMBERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_WHOLE_NUMBERS = frozenset([torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
 
 
 def _counts_flaw(counts: object, param: Tensor) -> str | None:
@@ -149,10 +162,10 @@ def _counts_flaw(counts: object, param: Tensor) -> str | None:
         return "a dense tensor"
     if counts.shape != param.shape[: counts.dim()]:
         return f"the leading dimensions of {tuple(param.shape)}"
-    if counts.dtype not in _WHOLE_NUMBERS + FLOATS:
+    if counts.dtype not in _WHOLE_NUMBERS | FLOATS:
         return "a dense tensor of int64"
     # torch's classes cast counts to the parameter's dtype, which has every whole number up to some bound only.
-    bound = int(largest_count(counts.dtype)) if counts.is_floating_point() else 1 << 53
+    bound = int(largest_count(counts.dtype)) if counts.is_floating_point() else LARGEST_COUNT
     whole = counts.to(torch.int64)  # what is not finite becomes something else; and int32 cannot compare with 2^53
     if not bool(((whole >= 0) & (whole < bound) & (whole == counts)).all()):
         return f"integers in [0, {bound}), which this dtype represents exactly"

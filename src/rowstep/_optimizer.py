@@ -19,7 +19,7 @@ from torch.optim.optimizer import ParamsT, StateDict
 
 from . import _backends, _dense, _part, _rows
 from ._backends import Backend, Outcome, RowUpdate
-from ._loading import check_slots, check_states, check_structure, tidied
+from ._loading import check_slots, check_states, check_structure, separate_counts, tidied
 from ._options import (
     HOW_TORCH_STEPS,
     check_group,
@@ -36,7 +36,10 @@ from ._waiting import take_over
 
 
 class RowOptimizer(Optimizer):
-    """An Adam that takes sparse gradients row by row. Subclasses say how, in ``_plan_parameter`` and ``_counter``."""
+    """An Adam that takes sparse gradients row by row.
+
+    Subclasses say how, in ``_plan_parameter``, ``_begin_rows``, ``_counter`` and ``_step_dense``.
+    """
 
     _zero_allowed = False
     """Whether lr and eps may be 0."""
@@ -159,10 +162,14 @@ class RowOptimizer(Optimizer):
             if outcome.is_complete:
                 count(outcome)
 
+        self._and_finish(lambda: update(outcome), finish)
+
+    def _and_finish(self, work: Callable[[], object], finish: Callable[[], None]) -> None:
+        """Do some work and finish it, also if it is interrupted; ``finish`` may be called twice."""
         self._unfinished = finish
         try:
-            update(outcome)
-            count(outcome)
+            work()
+            finish()
         except BaseException:
             finish()
             self._unfinished = None
@@ -170,7 +177,7 @@ class RowOptimizer(Optimizer):
         self._unfinished = None
 
     def _finish_step(self) -> None:
-        """Take a step to its end that was interrupted a second time while that was done, or by a signal's handler."""
+        """Finish a step that was interrupted once more while it was being finished, or by a signal's handler."""
         if self._unfinished is not None:
             plainly(self._unfinished)
             self._unfinished = None
@@ -227,7 +234,7 @@ class RowOptimizer(Optimizer):
         """Reset the optimizer state of these rows of ``param``: moments and counts become 0. Weights stay."""
         self._group_of(param)
         rows = _rows.named_rows(param, ids)
-        self._operate(param, lambda state: _rows.reset(param, state, rows, self._steps_of_rows(param, state)))
+        self._operate(param, lambda state: _rows.reset(state, rows, self._steps_of_rows(param, state)))
 
     def _steps_of_rows(self, param: Tensor, state: State) -> Tensor | None:
         """How many steps each row has taken, if that has to be counted from now on."""
@@ -316,13 +323,11 @@ class RowOptimizer(Optimizer):
             for own, group in zip(own_groups, self.param_groups, strict=True):
                 for key, value in own.items():
                     group.setdefault(key, value)
-            for state in self.state.values():
-                if isinstance(state.get("step"), Tensor):  # of its own: it is counted up in place
-                    state["step"] = state["step"].clone()
+            separate_counts(self.state.values())
             self._loaded(given)
             self._allocate_for_shards()  # what was not in there has to be there for the next checkpoint
 
-        # Ours is the last look at what will be loaded, and the first at what was: users' hooks see it finished.
+        # Our check runs after the users' own pre-hooks, and our completion before their post-hooks.
         last = self.register_load_state_dict_pre_hook(check)
         first = self.register_load_state_dict_post_hook(complete, prepend=True)
         with self._lock:

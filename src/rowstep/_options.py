@@ -6,13 +6,15 @@ The sentences begin as torch's do, so that code which matches them keeps working
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from fractions import Fraction
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ._memory import span
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "maximize": (False, True),
@@ -117,6 +119,26 @@ def check_layouts(groups: Sequence[Mapping[str, Any]], optimizer: str) -> None:
         raise ValueError(f"Sparse params at indices {sparse}: {optimizer} requires dense parameter tensors")
     if complex_ := positions(lambda param: param.is_complex()):
         raise ValueError(f"Complex params at indices {complex_}: {optimizer} does not support complex parameters")
+
+
+def refuse_shared_weights(groups: Sequence[Mapping[str, Any]], those: Set[int]) -> None:
+    """Raise if one of the parameters with these ids lies in memory that another parameter of the groups has too."""
+    spans = sorted(
+        (param.data_ptr(), param.data_ptr() + param.nbytes, id(param), at, index)
+        for at, group in enumerate(groups)
+        for index, param in enumerate(group["params"])
+        if param.nbytes and param.is_cpu and span(param) == param.numel()
+    )
+    reached, last = 0, 0  # how far the memory of those before this one goes, and whose it is
+    for start, end, this, at, index in spans:
+        if start < reached and this != last and (this in those or last in those):
+            raise ValueError(
+                f"{parameter_name(groups[at], at, index)}: it shares memory with another parameter of this optimizer; "
+                "expected memory of its own, because rows of one would wait while the other moves them. Use the same "
+                "Parameter in both places (one.weight = other.weight), or torch.optim.Adam"
+            )
+        if end > reached:
+            reached, last = end, this
 
 
 def parameter_name(group: Mapping[str, Any], group_index: int, index: int) -> str:

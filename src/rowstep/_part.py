@@ -130,7 +130,7 @@ def for_each_param(state_dict: StateDict, params: list[Tensor], change: Callable
         # torch.distributed.checkpoint reads what is not a tensor back under the text of a number: 0 becomes "0".
         read_back = states.pop(str(number), {}) if isinstance(number, int) else {}
         if number in states:
-            states[number] = change(states[number] | read_back, param)
+            states[number] = change(states[number] | read_back if read_back else states[number], param)
     return state_dict | {"state": states}
 
 

@@ -1,7 +1,4 @@
-"""What a step will do, before it does anything: a plan for each group, made of row steps and dense steps.
-
-A gradient from elsewhere than ``param.grad`` (rows that the caller names, a bag's gradient) enters here, as a row step.
-"""
+"""What a step will do, before it does anything: a plan for each group, made of row steps and dense steps."""
 
 from __future__ import annotations
 
@@ -15,12 +12,10 @@ from ._backends import Backend, RowUpdate
 from ._gradient import RowGradient, outside_message
 from ._memory import has_memory, lost_memory
 from ._rules.adam import Scalars, scalars
-from ._state import FLOATS, State, incomplete
+from ._state import FLOATS, FLOATS_IN_WORDS, State, incomplete
 from ._torch_internals import has_no_memory
 
 Group = dict[str, Any]
-
-_FLOATS = frozenset(FLOATS)
 
 
 @dataclass(slots=True)
@@ -81,9 +76,9 @@ class Plan:
 
 
 def checked_gradient(param: Tensor, grad: Tensor) -> Tensor:
-    """The gradient itself, or one that has the memory and the signs that its numbers say it has; raise if neither fits.
+    """The gradient; raise if it does not fit the parameter.
 
-    torch makes the others to save work, and its fused Adam takes neither.
+    One that torch represents lazily (negated, or zeros without memory) is written out: its fused Adam takes neither.
     """
     if not grad.is_sparse and grad.layout == torch.strided:
         if grad.is_neg() or has_no_memory(grad):
@@ -96,16 +91,16 @@ def checked_gradient(param: Tensor, grad: Tensor) -> Tensor:
 
 def _check_fit(param: Tensor, grad: Tensor) -> None:
     dtype = param.dtype
-    if dtype not in _FLOATS:
-        raise TypeError(f"the parameter has dtype {dtype}; expected a 16-, 32- or 64-bit floating-point dtype")
+    if dtype not in FLOATS:
+        raise TypeError(f"the parameter has dtype {dtype}; expected {FLOATS_IN_WORDS}")
     if not grad.is_sparse and grad.layout != torch.strided:
         raise TypeError(f"the gradient's layout is {grad.layout}; expected torch.sparse_coo or torch.strided")
     if grad.shape != param.shape:
         raise ValueError(
             f"the gradient has shape {tuple(grad.shape)}; expected {tuple(param.shape)}, the parameter's shape"
         )
-    if grad.dtype != dtype and grad.dtype not in _FLOATS:
-        raise TypeError(f"the gradient has dtype {grad.dtype}; expected a 16-, 32- or 64-bit floating-point dtype")
+    if grad.dtype != dtype and grad.dtype not in FLOATS:
+        raise TypeError(f"the gradient has dtype {grad.dtype}; expected {FLOATS_IN_WORDS}")
     if not (grad.is_cpu and param.is_cpu) and grad.device != param.device:
         raise ValueError(f"the gradient is on {grad.device}; expected {param.device}, the parameter's device")
 

@@ -61,7 +61,7 @@ def keep(param: Tensor, state: State, rows: Tensor) -> None:
 
 
 @torch.inference_mode(False)
-def reset(param: Tensor, state: State, rows: Tensor, row_steps: Tensor | None = None) -> None:
+def reset(state: State, rows: Tensor, row_steps: Tensor | None = None) -> None:
     """Give these rows the state of rows never seen. Their weights are left to the caller.
 
     No row moves, so gradients and graphs stay good. ``row_steps`` are as for ``grow``.

@@ -23,6 +23,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ._memory import overlaps_itself, span
 from ._torch_internals import entries_of, holders_of
 
 # The gradient itself, the tensor that `_values()` returned, and the Python object that stands for the storage.
@@ -76,7 +77,7 @@ def _numbers_of(grad: Tensor) -> Tensor:
 def _overlapping(grads: list[Tensor]) -> set[int]:
     """The ids of the gradients that may share memory with another of them, or with themselves."""
     spans = sorted(
-        (str(numbers.device), numbers.data_ptr(), numbers.data_ptr() + _extent(numbers), id(grad))
+        (str(numbers.device), numbers.data_ptr(), numbers.data_ptr() + span(numbers) * numbers.itemsize, id(grad))
         for grad, numbers in ((grad, _numbers_of(grad)) for grad in grads)
         if numbers.numel() and numbers.data_ptr()  # no address: a tensor subclass that only wraps others
     )
@@ -87,17 +88,7 @@ def _overlapping(grads: list[Tensor]) -> set[int]:
             found |= {last, this}
         if where != device or end > reach:
             device, reach, last = where, end, this
-    return found | {id(grad) for grad in grads if not grad.is_sparse and _repeats_itself(grad)}
-
-
-def _extent(numbers: Tensor) -> int:
-    """Bytes from the first number to behind the last one."""
-    steps = sum((size - 1) * stride for size, stride in zip(numbers.shape, numbers.stride(), strict=True))
-    return (steps + 1) * numbers.element_size()
-
-
-def _repeats_itself(numbers: Tensor) -> bool:
-    return any(stride == 0 and size > 1 for size, stride in zip(numbers.shape, numbers.stride(), strict=True))
+    return found | {id(grad) for grad in grads if not grad.is_sparse and overlaps_itself(grad)}
 
 
 def _is_alone(values: Tensor) -> bool:

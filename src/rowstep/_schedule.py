@@ -163,16 +163,14 @@ class _Timeline:
 class Schedule:
     """What every step of a table was like, and what it takes to make up for any number of them."""
 
-    def __init__(
-        self, betas: tuple[float, float], eps: float, *, amsgrad: bool, step: int, tolerance: float, capacity: int = 0
-    ) -> None:
+    def __init__(self, betas: tuple[float, float], eps: float, *, amsgrad: bool, step: int, tolerance: float) -> None:
         beta1, beta2 = betas
         self.betas, self.eps, self.amsgrad, self.tolerance = betas, eps, amsgrad, tolerance
         # Steps are counted from the one at which the schedule begins, so that a row's note of them fits 32 bits however
         # long the run. The origin matters for the bias corrections only.
         self.origin, self.step = step, 0
         self.window_length = length = window_length(beta1, beta2, amsgrad=amsgrad)
-        self.capacity = capacity = max(capacity, 1 << 14, 4 * length)
+        self.capacity = capacity = max(1 << 14, 4 * length)
         self.longest_wait = capacity - capacity // 8 - 2
         """No row may wait for more steps than this."""
         self.ratio = beta1 if amsgrad else beta1 / math.sqrt(beta2)

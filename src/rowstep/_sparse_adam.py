@@ -41,8 +41,8 @@ class SparseAdam(RowOptimizer):
         force_sparse: treat only the rows of a dense gradient (along the first dimension) that hold a non-zero as
             touched.
         bias_correction: ``"global"`` corrects by the parameter's step count, as torch does. ``"row"`` counts each row's
-            own steps, so a row first seen late moves by lr. Global correction leaves its :math:`\sqrt{v}` too small by
-            a factor of up to :math:`1/\sqrt{1-\beta_2}`.
+            own steps, so a row first seen late moves by lr. Global correction moves such a row by up to
+            :math:`(1-\beta_1)/\sqrt{1-\beta_2}` times lr.
         nonfinite: what to do with a row whose summed gradient is not finite. ``"propagate"`` steps it, as torch does;
             ``"skip"`` leaves the row unchanged and counts it in :attr:`skipped_rows`; ``"raise"`` raises
             FloatingPointError before anything is written. In a dense gradient, a row is a slice along the first

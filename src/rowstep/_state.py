@@ -27,14 +27,16 @@ from ._rules.adam import SLOTS
 State = dict[str, Any]
 
 MOMENTS = tuple(slot.name for slot in SLOTS if slot.per == "element")
+OPTIONAL = tuple(slot.name for slot in SLOTS if slot.option is not None)
 _BY_ROW = tuple(slot.name for slot in SLOTS if slot.per != "table")
 _ALWAYS = (*(slot.name for slot in SLOTS if slot.option is None and slot.per == "element"), "step")
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOATS = frozenset([torch.float16, torch.bfloat16, torch.float32, torch.float64])
 """What parameters, moments and gradients may be made of."""
+FLOATS_IN_WORDS = "a 16-, 32- or 64-bit floating-point dtype"
 
-# Counts above this are not exact in the float64 that a bias correction is computed in.
-_LARGEST_COUNT = 1 << 53
+LARGEST_COUNT = 1 << 53
+"""Above this, counts are not exact in the float64 that a bias correction is computed in."""
 
 _LARGEST_FLOAT32 = 1 << 24
 
@@ -57,7 +59,7 @@ def zeros_like(param: Tensor) -> Tensor:
     16,384 ids, one thread: 1.74 ms on huge pages, 2.98 ms without. Fresh anonymous memory is also zero without
     being written, which makes the first step of a large table cheap.
     """
-    byte_count = param.numel() * param.element_size()
+    byte_count = param.nbytes
     if not param.is_cpu or byte_count < _HUGE_FROM_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros_like(param, memory_format=torch.preserve_format)
     try:
@@ -170,7 +172,7 @@ def slot_misfit(state: State, param: Tensor) -> str | None:
 
 
 def missing(state: State) -> str | None:
-    """What a state has without what belongs to it, or None."""
+    """Which slot is there without another that it needs, in words, or None."""
     for name in MOMENTS:
         if name in state:
             for other in _ALWAYS:
@@ -184,7 +186,7 @@ def moment_flaw(moment: object) -> str | None:
     if not isinstance(moment, Tensor) or moment.layout != torch.strided:
         return "a dense tensor"
     if moment.dtype not in FLOATS:
-        return "a 16-, 32- or 64-bit floating-point dtype"
+        return FLOATS_IN_WORDS
     return "separate memory for each element" if overlaps_itself(moment) else None
 
 
@@ -198,7 +200,7 @@ def described(value: object) -> str:
 
 def miscount(step: object) -> str | None:
     """Why this is no count of steps, or None. What lies on another device is not waited for."""
-    if type(step) is int and 0 <= step < _LARGEST_COUNT:  # by far the most frequent
+    if type(step) is int and 0 <= step < LARGEST_COUNT:  # by far the most frequent
         return None
     number: object = step
     if isinstance(step, Tensor) and step.numel() == 1 and step.layout == torch.strided and not step.is_meta:
@@ -207,7 +209,7 @@ def miscount(step: object) -> str | None:
         number = step.item() if has_memory(step) else None
     if isinstance(number, bool):  # a kind of int to Python
         number = None
-    if isinstance(number, (int, float)) and 0 <= number < _LARGEST_COUNT and number == int(number):
+    if isinstance(number, (int, float)) and 0 <= number < LARGEST_COUNT and number == int(number):
         return None
     found = number if isinstance(number, (int, float)) else step
     return f"its state 'step' is {described(found)}; expected an integer step count in [0, 2^53)"

@@ -4,18 +4,23 @@ what                                  for what                                  
 ``_indices``, ``_values``             a gradient's entries, uncoalesced         nothing works: tests fail at once
 ``_version``                          whether torch has written to a tensor     the same
 ``_is_zerotensor``                    gradients that have no memory             torch refuses such a gradient
-``_storage_Use_Count``                whether values are nobody else's          clipping always makes new values
+``_storage_Use_Count``, ``_cdata``    whether values are nobody else's          clipping always makes new values
 ``is_functorch_wrapped_tensor``       ids under vmap                            each lookup flushes its table
-``_get_tracing_state``                keep catch-ups out of torch.jit.trace     they are traced
+``_get_tracing_state`` and ``_set_``  keep catch-ups out of torch.jit.trace     they are traced
 ``_disabled_torch_function_impl``     our own looks at tensors that wait        nothing works: tests fail at once
-``Parameter.__new__``                 a Parameter made of one that waits        it raises; a second call does not
+``Parameter.__new__``,                a Parameter made of one that waits        it raises; a second call does not
+``_make_subclass``
 ``_len_torch_dispatch_stack``,        tensors that only stand for shapes        catch-ups run on them, and fail
 ``detect_fake_mode``, ``FakeTensor``
 ``_disable_current_modes``            a flush in a finalizer                    it runs under the modes in force
 ``_module_parameters``,               DistributedDataParallel around a table    no error for surgery under DDP, nor for
 ``_get_active_ddp_module``                                                      a sharded table in torch's own DDP
+``_execution_engine``                 work at the end of a backward pass        ``distributed.ddp`` fails at once
+``_set_params_and_buffers_to_         sharded tables inside DDP                 the same
+ignore_for_model``
 
-Underscored methods that subclasses are meant to override (``Module._apply``, ``_save_to_state_dict``) are not listed.
+``_waiting`` also has a list of properties by name, some of them private; it skips those that are not there. Underscored
+methods that subclasses are meant to override (``Module._apply``, ``_save_to_state_dict``) are not listed.
 """
 
 from __future__ import annotations
@@ -129,6 +134,11 @@ def dispatches_itself(cls: type[Tensor]) -> bool:
     return cls not in (Tensor, nn.Parameter) and getattr(cls, "__torch_function__", None) != _call_plainly
 
 
+def as_its_class(tensor: Tensor) -> Tensor:
+    """The same numbers in another tensor of the same class, apart from autograd."""
+    return Tensor._make_subclass(type(tensor), tensor)
+
+
 def is_making_a_parameter(frame: Any) -> bool:
     """Whether this frame is in ``nn.Parameter(data)``, which wants ``data.detach()`` to be of the class of ``data``."""
     return frame.f_code is nn.Parameter.__new__.__code__
@@ -146,3 +156,14 @@ def running_ddp() -> nn.Module | None:
     """The wrapper whose forward pass is running."""
     active: Any = getattr(DistributedDataParallel, "_get_active_ddp_module", lambda: None)()
     return active if isinstance(active, nn.Module) else None
+
+
+def hide_from_ddp(model: nn.Module, names: set[str]) -> None:
+    """Let DistributedDataParallel leave these parameters and buffers alone, as well as those named before."""
+    names = names | set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(names))  # type: ignore[no-untyped-call]
+
+
+def after_backward(action: Callable[[], None]) -> None:
+    """Do this when the backward pass that is running has ended on this rank."""
+    torch.autograd.Variable._execution_engine.queue_callback(action)

@@ -1,8 +1,8 @@
-"""Which implementation runs, for each tensor: chosen here and nowhere else.
+"""Which implementation runs, for each tensor of the torch optimizers: chosen here and nowhere else.
 
-The kernels take what lies in this machine's memory without gaps. The reference takes everything: other devices, strides
-of their own. ``ROWSTEP_BACKEND=reference`` or ``=numba`` in the environment forces one. Without Numba the reference
-runs, and one warning says so.
+The kernels take what lies in this machine's memory without gaps. The reference takes everything: GPUs and other
+devices, strides of their own. ``ROWSTEP_BACKEND=reference`` or ``=numba`` in the environment forces one. Without Numba
+the reference runs, and one warning says so.
 
 Everything passes the gate on its way, for both.
 """
@@ -88,18 +88,15 @@ class Backend:
         for together in alike.values():
             yield Batch(self._preferred, together)
 
-    def update(self, updates: Sequence[RowUpdate], outcome: Outcome) -> None:
-        """Make updates that are a single batch."""
-        (batch,) = self.batches(updates)
-        batch.update(outcome)
-
     def catch_up(self, late: LateRows, rows: Tensor | range) -> int | None:
         """Bring these rows of a table and its moments from the steps in their notes to the schedule's.
 
         If a row number is not in the table, nothing is changed, and the first such number is returned.
         """
-        is_for_kernels = late.admit() and (isinstance(rows, range) or admit_rows(rows))
-        outside: int | None = self._for(is_for_kernels).catch_up(late, rows)
+        # A signal's handler may come in between, and flush: the place is kept, and good for as long as this takes.
+        place = late.admit()
+        is_for_kernels = place is not None and (isinstance(rows, range) or admit_rows(rows))
+        outside: int | None = self._for(is_for_kernels).catch_up(late, place, rows)
         return outside
 
     def look_at(self, gradient: RowGradient, notes: Notes, step: int) -> tuple[int | None, int]:

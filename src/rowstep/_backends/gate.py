@@ -1,13 +1,13 @@
 """The one gate before an address is used.
 
-A kernel takes tensors by address and believes what it is told of them: a tensor that is smaller, or of another type,
-than it believes is a corrupted heap. Programs do change tensors behind an optimizer's back. ``weight.data`` is replaced
-by a larger table, a storage is resized, a state is edited by hand or loaded from an old file. So whatever a kernel
-reads or writes by address passes here first, in every step and before every catch-up, for both backends. Only the gate
-gives out the addresses of a table and its state, and an update takes ``Operands``, which only ``admit`` makes.
+A kernel takes tensors by address and believes what it is told of them: if one is smaller, or of another type, the heap
+is corrupted. Programs do change tensors behind an optimizer's back. ``weight.data`` is replaced by a larger table, a
+storage is resized, a state is edited by hand or loaded from an old file. So whatever a kernel reads or writes by
+address passes here first, in every step and before every catch-up, for both backends. Only the gate gives out the
+addresses of a table and its state, and an update takes a ``RowUpdate``, which only ``admit`` makes.
 
-What does not belong together raises. What does, but lies elsewhere (another device, strides of its own), has no
-address: it is for the reference to take.
+Operands that do not belong together raise. Those that do, but are on another device or not contiguous, get no address
+and go to the reference.
 
 A look at a table and its two moments takes 2.7 µs, where reading their addresses alone takes 0.5; a look at a gradient
 takes 1.8 µs. Rows that wait are looked at before every lookup: for them see ``LateRows``.
@@ -25,9 +25,9 @@ from .._gradient import RowGradient
 from .._memory import has_memory, lost_memory
 from .._rules.adam import Scalars
 from .._schedule import Schedule
-from .._state import FLOATS, State, described, slot_misfit
+from .._state import FLOATS, FLOATS_IN_WORDS, State, described, slot_misfit
 
-_FLOATS, _INT64 = frozenset(FLOATS), torch.int64
+_INT64 = torch.int64
 
 
 # Where p, m, v, amsgrad's maximum and the counts of rows begin in memory (0 if there are none), and the dtypes of p and
@@ -37,7 +37,10 @@ Addresses = tuple[int, int, int, int, int, torch.dtype, torch.dtype, tuple[Any, 
 
 
 class Notes(NamedTuple):
-    """What an update writes beside each row: the step at which it was up to date. Only ``admit_notes`` makes them."""
+    """What an update writes beside each row: the step at which it was up to date.
+
+    Made by ``admit_notes``, or by a deferral whose notes that has admitted.
+    """
 
     tensor: Tensor
     """int32, one for each row."""
@@ -60,6 +63,15 @@ class RowUpdate(NamedTuple):
     """How many steps the parameter will have taken."""
 
 
+class Place(NamedTuple):
+    """Where rows that wait were found to lie: what kernels are told."""
+
+    at: Addresses
+    notes_at: int
+    pieces: list[tuple[Tensor, int, int]]
+    """Each tensor, with its address and the size of its memory."""
+
+
 class LateRows:
     """Rows that wait: a table, its moments, a note for each row, and the schedule that says what they have missed.
 
@@ -67,40 +79,40 @@ class LateRows:
     until somebody may have had one of them in hand, and ``forget`` is called.
     """
 
-    __slots__ = ("_places", "at", "moments", "notes", "notes_at", "param", "schedule")
+    __slots__ = ("moments", "notes", "param", "place", "schedule")
 
     def __init__(self, param: Tensor, moments: State, notes: Tensor, schedule: Schedule) -> None:
         self.param, self.moments, self.notes, self.schedule = param, moments, notes, schedule
-        self.forget()
+        self.place: Place | None = None
 
     def forget(self) -> None:
         """Look at everything again, next time."""
-        self.at: Addresses | None = None
-        self.notes_at = 0
-        self._places: list[tuple[Tensor, int, int]] = []
+        self.place = None
 
-    def admit(self) -> bool:
-        """Raise unless all of it belongs together; tell whether kernels can address it."""
-        return self.still_at() is not None or self._look()
+    def admit(self) -> Place | None:
+        """Raise unless all of it belongs together; tell where it lies, if kernels can address it."""
+        return self.last_place() or self._look()
 
-    def still_at(self) -> Addresses | None:
-        """Where the table and its moments are, if they have been looked at and lie where they lay."""
-        for tensor, address, size in self._places:
-            if tensor.data_ptr() != address or tensor.untyped_storage().nbytes() != size:
-                self.forget()
-                break
-        return self.at
+    def last_place(self) -> Place | None:
+        """Where all of it was found, if it still lies there."""
+        place = self.place
+        if place is not None:
+            for tensor, address, size in place.pieces:
+                if tensor.data_ptr() != address or tensor.untyped_storage().nbytes() != size:
+                    self.place = None
+                    return None
+        return place
 
-    def _look(self) -> bool:
+    def _look(self) -> Place | None:
         lead = self.notes.shape
         at = admit_table(self.param, self.moments, lead, amsgrad=self.schedule.amsgrad)
         notes_at = admit_notes(self.notes, lead).at
         if at is None or not notes_at:
-            return False
+            return None
         tensors = [self.param, *(tensor for tensor in at[-1] if tensor is not None)]
-        self._places = [(tensor, tensor.data_ptr(), tensor.untyped_storage().nbytes()) for tensor in tensors]
-        self.at, self.notes_at = at, notes_at
-        return True
+        pieces = [(tensor, tensor.data_ptr(), tensor.untyped_storage().nbytes()) for tensor in tensors]
+        self.place = place = Place(at, notes_at, pieces)
+        return place
 
 
 def admit(
@@ -129,8 +141,8 @@ def admit_state(param: Tensor, state: State) -> Addresses | None:
     """
     at = _addresses(param, state)
     if at is None:
-        if param.dtype not in _FLOATS:
-            raise TypeError(f"the parameter has dtype {param.dtype}; expected {', '.join(map(str, FLOATS))}")
+        if param.dtype not in FLOATS:
+            raise TypeError(f"the parameter has dtype {param.dtype}; expected {FLOATS_IN_WORDS}")
         if reason := slot_misfit(state, param):
             raise ValueError(reason)
     return at
@@ -147,7 +159,7 @@ def admit_counts(state: State, lead: tuple[int, ...]) -> None:
 
 
 def admit_table(param: Tensor, state: State, lead: Sequence[int], *, amsgrad: bool) -> Addresses | None:
-    """The same for a table whose rows run over ``lead``, and its moments."""
+    """``admit_state`` for a table whose leading dimensions must be ``lead``, and that must have all its moments."""
     shape = param.shape
     if shape[: len(lead)] != lead:
         raise ValueError(
@@ -168,7 +180,7 @@ def _addresses(param: Tensor, state: State) -> Addresses | None:
             param.is_cpu and m.is_cpu and v.is_cpu
             and param.is_contiguous() and m.is_contiguous() and v.is_contiguous()
             and m.shape == shape and v.shape == shape and not param.is_neg()
-            and dtype in _FLOATS and state_dtype in _FLOATS and v.dtype is state_dtype
+            and dtype in FLOATS and state_dtype in FLOATS and v.dtype is state_dtype
             and param.untyped_storage().nbytes() >= param.nbytes and (not param.storage_offset() or has_memory(param))
             and m.untyped_storage().nbytes() >= (size := m.nbytes) and (not m.storage_offset() or has_memory(m))
             and v.untyped_storage().nbytes() >= size and (not v.storage_offset() or has_memory(v))
@@ -223,7 +235,7 @@ def admit_gradient(gradient: RowGradient) -> bool:
 def _admit_gradient(gradient: RowGradient) -> tuple[int, ...] | None:
     rows, values, columns = gradient.rows, gradient.values, gradient.columns
     is_addressable, count = admit_rows(rows), rows.numel()
-    if values.shape != (count, columns) or values.dtype not in _FLOATS:
+    if values.shape != (count, columns) or values.dtype not in FLOATS:
         raise ValueError(
             f"the gradient has values {described(values)} for row numbers {described(rows)}; expected "
             f"{columns} floating-point numbers per row number"

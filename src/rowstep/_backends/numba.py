@@ -23,7 +23,7 @@ from .._kernels import update as kernels
 from .._kernels import walk
 from .._kernels.workspace import PARALLEL_FROM_BYTES, shared_work, workspace
 from .._state import compute_dtype
-from .gate import LateRows, RowUpdate
+from .gate import LateRows, Place, RowUpdate
 from .outcome import Outcome
 
 # An empty array of a type tells the kernels how to read an address. For 16-bit floats see _kernels/floats.py.
@@ -39,7 +39,7 @@ _NO_NOTES = None, 0, 0
 
 # A job as walk.py and update.py have it: where the gradient is, where the table, its state and notes are, scalars.
 _JOB = struct.Struct("=15q6d")
-_JOB_BYTES = walk.JOB_WORDS * 8
+assert _JOB.size == walk.JOB_WORDS * 8
 
 
 def first_outside(rows: Tensor, row_count: int) -> int | None:
@@ -86,7 +86,7 @@ def update(updates: Sequence[RowUpdate], outcome: Outcome) -> None:
             jobs, offset, *where, p_at, m_at, v_at, u_at, counts_at, notes_at, note,
             scalars.beta1, scalars.beta2, scalars.eps, scalars.step_size, scalars.shrink or 0.0, scalars.decay or 0.0,
         )  # fmt: skip
-        offset += _JOB_BYTES
+        offset += _JOB.size
         size += where[1] * where[5]
         most_ids, columns = max(most_ids, where[1]), max(columns, where[5])
     g_dtype = gradient.values.dtype
@@ -119,15 +119,15 @@ def _share_weights(updates: Sequence[RowUpdate]) -> bool:
     return any(after[0] < before[1] for before, after in pairwise(spans))
 
 
-def catch_up(late: LateRows, rows: Tensor | range) -> int | None:
+def catch_up(late: LateRows, place: Place, rows: Tensor | range) -> int | None:
     """Bring these rows of a table and its moments from the steps in their notes to the schedule's."""
-    p_at, m_at, v_at, u_at, _, dtype, state_dtype, _ = late.at  # type: ignore[misc]  # `Backend` has looked
+    p_at, m_at, v_at, u_at, _, dtype, state_dtype, _ = place.at
     schedule, row_count = late.schedule, late.notes.numel()
     columns = late.param.numel() // max(1, row_count)
     threads = _threads_for((len(rows) if isinstance(rows, range) else rows.numel()) * columns * dtype.itemsize)
     scratch = _totals(2 * threads, columns, dtype, state_dtype)
     arguments = (
-        row_count, late.notes_at, p_at, m_at, v_at, u_at, columns, schedule.record,
+        row_count, place.notes_at, p_at, m_at, v_at, u_at, columns, schedule.record,
         _LIKE[dtype], _LIKE[state_dtype], schedule.amsgrad or None,
     )  # fmt: skip
     if isinstance(rows, range):

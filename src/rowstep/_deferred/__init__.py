@@ -52,9 +52,9 @@ and e_j = eps q_{s+j}. Coupled L2 has no such form, since m and v then depend on
 What makes it safe
 ------------------
 A row must be up to date *before it is read*, else its gradient belongs to another weight. ``rowstep._waiting`` sees to
-that: while rows wait, every torch function that is handed the table comes by there first. What cannot be seen says so
-with ``catch_up``, ``flush`` or ``up_to_date``. A gradient for a row that was not up to date is an error, never a silent
-drift.
+that: while rows wait, every torch function that is handed the table comes by there first. Before a read that torch does
+not show us, the program calls ``catch_up``, ``flush`` or ``up_to_date``. A gradient for a row that was not up to date
+is an error, never a silent drift.
 """
 
 from .deferral import StaleRowsError

@@ -57,15 +57,15 @@ class Deferral:
         self.param, self.state, self.options, self.schedule = param, state, options, schedule
         self._keeper = keeper
         self._moments = {key: state[key] for key in MOMENTS if key in state}
-        """What rows wait under, whatever becomes of the state."""
+        """The moments with which rows wait, even if the state is edited later."""
         self.lead, self.row_count, self.dtype = lead, math.prod(lead), param.dtype
         self.notes = torch.zeros(lead, dtype=torch.int32, device=param.device)
         """Per row, the step of the schedule at which it was last up to date."""
         self._late = LateRows(param, self._moments, self.notes, schedule)
         self._swept = 0
         self._writes = -1
-        """How often the table had been written to when that was last known to be right; -1 if that says nothing."""
-        self._is_watched = self._counts_writes = False
+        """The table's version counter after the last legitimate write; -1 if it is not tracked."""
+        self._counts_writes = False
         self.wrapper: Callable[[], object] = lambda: None
         """The DistributedDataParallel that averages the gradients, once that is known."""
 
@@ -94,32 +94,27 @@ class Deferral:
 
     def where(self, state: State) -> Addresses | None:
         """What ``admit_state`` says of the table and this state."""
-        at = self._late.still_at() if self.has_its_state(state) else None
-        return admit_state(self.param, state) if at is None else at
+        place = self._late.last_place() if self.has_its_state(state) else None
+        return admit_state(self.param, state) if place is None else place.at
 
     def notes_for(self, count: int) -> Notes:
         """What a ``count``-th step writes beside the rows that it moves."""
         note = count - self.schedule.origin
-        notes_at = self._late.notes_at  # if they have been looked at: nobody else has them
-        return Notes(self.notes, note, notes_at) if notes_at else admit_notes(self.notes, self.lead, note)
+        place = self._late.place  # if they have been looked at, that is enough: nobody else has them
+        return admit_notes(self.notes, self.lead, note) if place is None else Notes(self.notes, note, place.notes_at)
 
     def accept_writes(self) -> None:
         """What has been written to the table until now was right."""
         self._writes = writes_to(self.param) if self._counts_writes else -1
 
     def refuse_writes(self) -> None:
-        """Raise if somebody has written to the table behind the back of ``watch``, or put another in its place."""
-        if self._is_watched and not isinstance(self.param, Waiting):
-            raise RuntimeError(
-                "the table was swapped with another tensor while rows waited for their steps; expected the table that "
-                "they belong to. Call opt.flush(param) before torch.utils.swap_tensors"
-            )
+        """Raise if somebody has written to the table behind the back of ``watch``, while rows waited."""
         is_written = self._writes >= 0 and writes_to(self.param) != self._writes
         if is_written and keeper_of(self.param) is self._keeper():
             raise RuntimeError(
                 "the table was written to through another tensor that shares its memory (a view, or what detach() "
                 "returned) while rows waited for their steps; expected writes through the parameter itself. Call "
-                "opt.flush(param) before such a write; now it accepts the weights as they are"
+                "opt.flush(param) before such a write. Calling it now accepts the weights as they are"
             )
 
     def watch(self) -> None:
@@ -129,12 +124,11 @@ class Deferral:
             # Tables that are cut from one buffer are counted together: nothing can be told of one of them.
             table = self.param
             self._counts_writes = not table.is_inference() and table.untyped_storage().nbytes() == table.nbytes
-        self._writes, self._is_watched = -1, True  # the step itself writes
+        self._writes = -1  # the step itself writes
 
     def release(self) -> None:
         """No row waits."""
         release([self.param, *self._moments.values()], self._keeper)
-        self._is_watched = False
         self._late.forget()
 
     def catch_up(self, rows: Tensor, backend: Backend) -> int | None:

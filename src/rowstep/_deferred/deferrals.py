@@ -19,7 +19,7 @@ from .deferral import Deferral, Options, new_schedule
 
 
 class Deferrals(dict[Tensor, Deferral]):
-    """Of the parameters some of whose rows may wait, and who keeps them."""
+    """The deferrals of all parameters that may have waiting rows."""
 
     def __init__(self, keeper: weakref.ref[Keeper]) -> None:
         super().__init__()
@@ -56,8 +56,8 @@ class Deferrals(dict[Tensor, Deferral]):
     ) -> Deferral | None:
         """The deferral of this parameter, if rows may wait under the state, the options and the dtype it has now.
 
-        If not, what waits is settled, and the deferral ends. So it does if somebody has set the count of steps: what
-        waits ends with the old one. ``taken`` is the count in a step, which can go on only with the same rows.
+        If not, what waits is settled, and the deferral ends. The same happens if the step count was edited; waiting
+        rows catch up to the old count. ``taken`` is the count if a step asks; then the rows must be the same too.
         """
         deferral = self.get(param)
         if deferral is None:
@@ -106,9 +106,9 @@ def flush_orphans(deferrals: Deferrals) -> None:
 
 
 def _ensure_maximum(state: State, param: Tensor, group: Mapping[str, Any]) -> None:
-    """Moments for this parameter; with amsgrad, the maximum is what it will be at the next step even without gradients.
+    """Create the moments; with amsgrad, raise the maximum to what the next step without a gradient would make it.
 
-    Of rows that wait it must not change any more, and it would if amsgrad had been off while the moments grew.
+    It must not change while rows wait, and it would if amsgrad had been off while the moments grew.
     """
     has_history = "exp_avg" in state
     ensure_moments(state, param, amsgrad=group["amsgrad"])

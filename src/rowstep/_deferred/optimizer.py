@@ -7,7 +7,7 @@ import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from .._backends import Backend, Notes, Outcome, RowUpdate, admit, admit_state
 from .._commit import ddp_around
 from .._gradient import RowGradient, nonzero_rows, outside_message, rows_of_first_dimension
 from .._optimizer import RowOptimizer
-from .._options import check_learning_rate
+from .._options import check_learning_rate, refuse_shared_weights
 from .._plan import DenseStep, Group, Plan, RowStep, refuse_outside
 from .._schedule import check_betas
 from .._state import State, set_count
@@ -32,8 +32,8 @@ from .deferrals import Deferrals, flush_orphans, options_of
 Rate = tuple[float | Tensor, float]
 
 _WAYS_OUT = (
-    "They were read before the last step, or in a way that cannot be seen (through a tensor made before, a scripted "
-    "module, a functorch transform). Go backward before the next step, or call opt.catch_up(param, ids) or "
+    "They were read before the last step, or in a way that cannot be seen (through an alias made earlier, a scripted "
+    "module, a functorch transform). Run the backward pass before the next step, or call opt.catch_up(param, ids) or "
     "opt.flush(param) before such a read"
 )
 
@@ -125,7 +125,7 @@ class DeferredAdam(RowOptimizer):
     # Reading
 
     def attach(self, module: nn.Module) -> None:
-        """Raise unless ``module`` has a parameter of this optimizer. Nothing has to be attached any more."""
+        """Not needed any more: it only checks that ``module`` has a parameter of this optimizer."""
         owned = set(self._all_params())
         if owned.isdisjoint(module.parameters()):
             raise ValueError(
@@ -144,8 +144,9 @@ class DeferredAdam(RowOptimizer):
         self._finish_step()
         rows = _numbers_of(ids, param)
         deferral, state, backend = self._deferrals.get(param), self.state.get(param), self._backend
-        if deferral is not None and deferral.is_under(state, param.dtype, options_of(group)):
+        if deferral is not None:
             deferral.refuse_writes()
+        if deferral is not None and deferral.is_under(state, param.dtype, options_of(group)):
             outside = deferral.catch_up(rows, backend)
         else:
             outside = backend.first_outside(rows, _row_count(param))
@@ -155,11 +156,19 @@ class DeferredAdam(RowOptimizer):
             raise IndexError(f"id {outside} is outside the table; expected 0 <= id < {_row_count(param)}")
 
     def flush(self, param: Tensor | None = None) -> None:
-        """Bring every row of ``param``, or of all parameters, up to date."""
+        """Bring every row of ``param``, or of all parameters, up to date. Whatever was written to them is accepted."""
         if param is not None:
             self._group_of(param)
         with self._lock:
             self._flush(list(self._deferrals) if param is None else [param])
+
+    def _settle(self, params: Iterable[Tensor]) -> None:
+        """Flush, unless somebody has written to a table behind our back."""
+        params = list(params)
+        for param in params:
+            if param in self._deferrals:
+                plainly(self._deferrals[param].refuse_writes)
+        self._flush(params)
 
     def _flush(self, params: Sequence[Tensor]) -> None:
         self._finish_step()
@@ -172,8 +181,9 @@ class DeferredAdam(RowOptimizer):
     @contextlib.contextmanager
     def up_to_date(self, param: Tensor) -> Iterator[Tensor]:
         """Keep every row of ``param`` up to date inside the block, even after a step: for reads of a whole table."""
+        self._group_of(param)
         with self._lock:  # no step of another thread in between
-            self.flush(param)
+            self._settle([param])
             self._kept_current[param] += 1
         try:
             yield param
@@ -181,27 +191,23 @@ class DeferredAdam(RowOptimizer):
             with self._lock:
                 self._kept_current[param] -= 1
 
-    def bring_up_to_date(self, param: Tensor, ids: Tensor | None) -> None:
-        """Called before somebody touches all of a table that waits, or, ``plainly``, rows of it.
+    def _bring_up_to_date(self, param: Tensor, ids: Tensor | None) -> bool:
+        """Called before a waiting table is touched: by a lookup of ``ids``, ``plainly``, or as a whole if that is None.
 
-        Invalid ids are left to the lookup itself, which has its own error message for them.
+        Invalid ids are left to the lookup itself, which has its own error message for them; then this returns False.
         """
         group = self._find_group(param)
         with self._lock:
-            if param not in self._deferrals and isinstance(param, Waiting):
-                raise RuntimeError(
-                    "this tensor was swapped with a table whose rows wait for their steps; expected the table. Call "
-                    "opt.flush(param) before torch.utils.swap_tensors"
-                )
             if ids is None or group is None:
-                self._flush([param])
+                self._settle([param])
             elif not is_faked(ids):
-                try:  # noqa: SIM105  `contextlib.suppress` takes 1 µs
+                try:
                     self._catch_up(param, ids, group)
                 except (IndexError, TypeError):
-                    pass
+                    return False
+        return True
 
-    def accept_writes(self, param: Tensor) -> None:
+    def _accept_writes(self, param: Tensor) -> None:
         """Called when a lookup has written to the rows that it has read, as one with ``max_norm`` does."""
         deferral = self._deferrals.get(param)
         if deferral is not None:
@@ -215,6 +221,14 @@ class DeferredAdam(RowOptimizer):
     def _check_again(self, group: Group, where: str) -> None:
         super()._check_again(group, where)
         _check_decay(group, where)  # for the lr of this step
+
+    def _plans(self, backend: Backend) -> list[Plan]:
+        plans = super()._plans(backend)
+        # Those whose rows have not been waiting: something may have been done to their memory.
+        begin = {id(step.param) for plan in plans for step in plan.rows if not isinstance(step.param, Waiting)}
+        if begin:
+            refuse_shared_weights(self.param_groups, begin)
+        return plans
 
     def _plan_parameter(
         self, plan: Plan, param: Tensor, grad: Tensor, state: State, taken: int, backend: Backend
@@ -285,6 +299,7 @@ class DeferredAdam(RowOptimizer):
 
         def count(outcome: Outcome) -> None:
             for deferral, update in zip(deferrals, updates, strict=True):
+                deferral.watch()  # a signal's handler may have flushed in the meantime
                 self._count(deferral, update.steps, rate, backend)
 
         return count
@@ -308,20 +323,13 @@ class DeferredAdam(RowOptimizer):
                     deferral.all_stepped()
                     self._count(deferral, deferral.step + 1, rate, backend)
 
-        self._unfinished = count
-        try:
-            super()._step_dense(steps, group, backend)
-            count()
-        except BaseException:
-            count()
-            self._unfinished = None
-            raise
-        self._unfinished = None
+        super_step = super()._step_dense
+        self._and_finish(lambda: super_step(steps, group, backend), count)
 
     def _operate(self, param: Tensor, change: Callable[[State], None]) -> None:
         self._group_of(param)
         with self._lock:
-            self.flush(param)
+            self._settle([param])
             self._deferrals.drop(param)  # no row waits any more, and the next step begins another
             super()._operate(param, change)
 
@@ -330,7 +338,7 @@ class DeferredAdam(RowOptimizer):
     def state_dict(self) -> StateDict:
         """Flush, and return a state dict that torch.optim.Adam (or AdamW) and this class can load."""
         with self._lock:
-            self.flush()
+            self._settle(self._deferrals)
             return super().state_dict()
 
     def _loaded(self, given: StateDict) -> None:
@@ -340,7 +348,7 @@ class DeferredAdam(RowOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
-            self.flush()
+            self._settle(self._deferrals)
             return super().__getstate__() | {"allow_stale": self.allow_stale}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -427,9 +435,10 @@ def _rate(group: Group) -> Rate:
 
 
 def _check_decay(group: Mapping[str, Any], where: str) -> None:
-    decay = float(group["lr"]) * float(group["weight_decay"])
-    if decay >= 1:
+    # In the lr's own dtype, as the step will compute it.
+    decay = group["lr"] * float(group["weight_decay"])
+    if float(1 - decay) <= 0:
         raise ValueError(
-            f"lr * weight_decay is {decay}{where}; expected less than 1, so that weights keep their sign. "
+            f"lr * weight_decay is {float(decay)}{where}; expected less than 1, so that weights keep their sign. "
             "Use a smaller lr or weight_decay"
         )

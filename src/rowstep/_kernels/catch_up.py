@@ -1,6 +1,6 @@
 """A row's deferred steps, made up for in one update: the kernels. ``rowstep._deferred`` derives what they compute.
 
-No sorting here: ``since`` says for every row at which step it was last up to date, and a row that has just been brought
+No sorting here: ``notes`` says for every row at which step it was last up to date, and a row that has just been brought
 up to date is passed over when its id comes again. Threads share the rows by their number, so no two meet.
 """
 
@@ -49,22 +49,9 @@ _NOTES_AHEAD = 32
 
 @kernel
 def catch_up_ids_part(
-    part,
-    scratch,
-    ids_at,
-    count,
-    row_count,
-    notes_at,
-    p_at,
-    m_at,
-    v_at,
-    u_at,
-    columns,
-    schedule,
-    p_like,
-    m_like,
-    amsgrad,
-):
+    part, scratch, ids_at, count,
+    row_count, notes_at, p_at, m_at, v_at, u_at, columns, schedule, p_like, m_like, amsgrad,
+):  # fmt: skip
     """Bring the rows up to date that ``count`` ids name, and that belong to this part of the work.
 
     If an id is outside the table, nothing is done; its position is returned, and else -1.

@@ -69,7 +69,7 @@ def _sort_by_digit(source, target, count, shift, counts):
 
 @njit(**INNER)
 def next_row_start(keys, count, position, shift):
-    """The first position at or after this one where a new row begins: where work can be cut."""
-    while 0 < position < count and keys[position] >> shift == keys[position - 1] >> shift:
+    """The first position at or after this one, which is not the first of all, where a new row begins."""
+    while position < count and keys[position] >> shift == keys[position - 1] >> shift:
         position += 1
     return position

@@ -39,7 +39,7 @@ def narrow(context, builder, single):
 
 
 def has_instructions(context: Any) -> bool:
-    """Whether the processor that is compiled for can convert halfs itself.
+    """Whether the target processor can convert halves itself.
 
     A cached kernel is looked up by the processor's name and features, so it never meets a processor that lacks them.
     """

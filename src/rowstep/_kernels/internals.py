@@ -7,7 +7,8 @@ what                                        for what                        if i
 ``_launch_threads``, the symbol             threads without ``prange``      ``pool_address`` is None, and ``prange``
 ``numba_parallel_for``                                                      takes its place (see pool.py)
 ``Dispatcher._cache``, ``CompileResult``'s  kernels on disk                 each process compiles its kernels
-``_reduce`` and ``_rebuild``, ``magic_tuple``
+``_reduce`` and ``_rebuild``, ``magic_tuple``,
+``serialize.dumps``, ``user_cache_dir``
 
 ``rowstep._fork`` also looks at one name, ``_threading_layer``, in a Numba that others may have imported: it must not
 import Numba itself. Without that name, a forked child uses the threads as Numba would.
@@ -37,7 +38,7 @@ _TASK = ir.FunctionType(ir.VoidType(), [BYTES.as_pointer(), INT64.as_pointer(), 
 # The pool's entry: task, arguments, dimensions, steps, data, inner dimensions, number of arguments, threads.
 _POOL = ir.FunctionType(ir.VoidType(), [BYTES] * 5 + [INT64] * 3)
 
-# How Numba itself declares both, without blanks.
+# How Numba itself declares both, with white space removed.
 _DECLARED = (
     "parallel_for_ty=ir.FunctionType(ir.VoidType(),[byte_ptr_t]*5+[intp_t,]*3)",
     "innerfunc_fnty=ir.FunctionType(ir.VoidType(),[byte_ptr_ptr_t,intp_ptr_t,intp_ptr_t,byte_ptr_t],)",

@@ -1,7 +1,7 @@
 """Raw addresses as arrays, and prefetch.
 
-These are intrinsics, which emit their few instructions where they are used. As functions, each would be compiled apart
-for every type it meets, and compiling is what a first step spends its time on.
+These are intrinsics, which emit their few instructions where they are used. As functions, each would be compiled
+separately for every type it is called with, and compiling is what a first step spends its time on.
 """
 
 from __future__ import annotations

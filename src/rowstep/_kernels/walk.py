@@ -10,7 +10,7 @@ by rows: the gradients of a launch are laid end to end and cut into equal pieces
 falls between two rows. No row is shared, so the result has the same bits for any number of threads.
 
 A launch takes *jobs*, records of ``JOB_WORDS`` 64-bit words in memory. The first eight say where a gradient is; the
-others belong to whoever visits. All tables of a group are one launch.
+others belong to whoever visits. All tables of a group that have the same dtypes are one launch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .memory import CACHE_LINE, address_of, has_type_of, int64s_at, prefetch, ro
 # The words of a job: row numbers, how many, rows of the table, values, bytes from one row of values to the next, width,
 # and how many bits it takes to number the occurrences and the rows.
 ROWS_AT, COUNT, ROW_COUNT, G_AT, G_STRIDE, COLUMNS, POSITION_BITS, ROW_BITS = range(8)
-JOB_WORDS = 22
+JOB_WORDS = 21
 
 # A piece of work: a job, the rows low..high-1 of its table, and where in the keys it may group them.
 JOB, LOW, HIGH, KEYS_FROM = range(4)

@@ -71,7 +71,7 @@ class Scalars:
     amsgrad: bool = False
     per_row: bool = False
     as_dense: bool = False
-    """torch.optim.Adam's rule. Its eps is corrected already, but with ``per_row``."""
+    """torch.optim.Adam's rule. ``eps`` is bias-corrected already, except with ``per_row``."""
     skip_nonfinite: bool = False
 
 
@@ -109,7 +109,7 @@ def scalars(
 
 
 def corrections(beta1: Any, beta2: Any, count: Any, sqrt: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """What is missing from m and from sqrt(v) after so many steps: they are divided by these."""
+    """The bias corrections after ``count`` steps: divisors of m and of sqrt(v)."""
     return 1 - beta1**count, sqrt(1 - beta2**count)
 
 

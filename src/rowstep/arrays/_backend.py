@@ -1,4 +1,4 @@
-"""Which implementation runs: chosen here and nowhere else, as ``rowstep._backends`` does for the torch optimizers."""
+"""Which implementation is preferred. The compiled one hands what it cannot address to the reference."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, zeros
 from .._layout import RowOrder
 from .._optimizer import RowOptimizer
 from .._part import ROW_ORDER
-from .._state import row_slots
+from .._state import OPTIONAL, row_slots
 from . import _exchange
 from ._plan import Blocks
 
@@ -134,7 +134,7 @@ class _Planner(DefaultLoadPlanner):
 
     def _match_slots(self, place: str, metadata: Metadata) -> None:
         """Have the slots of this state that the checkpoint has: they depend on options, which it brings too."""
-        for name in ("row_step", "max_exp_avg_sq"):
+        for name in OPTIONAL:
             key, beside = f"{place}.{name}", f"{place}.exp_avg"
             written = metadata.state_dict_metadata.get(key)
             path = (*self.mappings[beside][:-1], str(self.mappings[beside][-1]).removesuffix("exp_avg") + name)

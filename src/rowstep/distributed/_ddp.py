@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from .._part import ROW_ORDER
-from .._torch_internals import entries_of
+from .._torch_internals import after_backward, entries_of, hide_from_ddp
 from . import _exchange
 from ._dedupe import dedupe, sum_duplicates
 from ._table import ShardedTable
@@ -42,17 +42,16 @@ def allreduce_hook(
     assert own is not None, "DDP runs in a process group"
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     (weight,) = bucket.parameters()
-    at_the_end = torch.autograd.Variable._execution_engine.queue_callback
 
     def exchange() -> None:
         mean = _mean_over_ranks(gradient, own)
         done.set_result(mean)
-        if not mean._nnz():  # no rank has used the table: once DDP has written this down, there is no gradient
-            at_the_end(lambda: setattr(weight, "grad", None))
+        if not len(entries_of(mean)[1]):  # no rank has used the table: once DDP has noted this, there is no gradient
+            after_backward(lambda: setattr(weight, "grad", None))
 
     # Not now but when this rank's backward pass is through: where a rank does not use a table, DDP hands its gradient
     # over early, and waiting here for the others would keep them waiting for this rank's part in a sharded table's.
-    at_the_end(exchange)
+    after_backward(exchange)
     return done
 
 
@@ -73,9 +72,7 @@ def ddp(model: nn.Module, process_group: ProcessGroup | None = None, **options: 
     the order of a backward pass.
     """
     sharded = [name for name, module in model.named_modules() if isinstance(module, ShardedTable)]
-    own = {f"{name}.{key}".removeprefix(".") for name in sharded for key in ("weight", ROW_ORDER)}
-    own |= set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))  # what the user wants left alone
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(own))  # type: ignore[no-untyped-call]
+    hide_from_ddp(model, {f"{name}.{key}".removeprefix(".") for name in sharded for key in ("weight", ROW_ORDER)})
     tables = [module for module in model.modules() if _is_replicated_table(module)]
     if tables and options.get("static_graph"):
         raise ValueError(

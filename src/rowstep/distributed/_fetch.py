@@ -53,10 +53,11 @@ def fetch_rows(
     owed = _exchange.swap_headers(request.counts, failure, group, table=table, has_backward=has_backward)
     way = Route(asked=request.counts, owed=owed, group=group)
 
-    # Ids: which rows. They go to the owners, against the way that the rows will come.
+    # Ids: which rows. They go to the owners, in the opposite direction to the rows.
     asked_of_me = _exchange.send_ids(request.numbers, way.back)
 
-    # Vote: a hook is somebody else's code, and memory may run out. All have to hear of it before they wait for rows.
+    # Vote: to read rows may fail (deferred ones catch up first, and memory may run out). Every rank has to hear of it
+    # before it waits for rows.
     rows = _exchange.agree(lambda: read(asked_of_me.to(torch.int64)), group)
 
     # Rows: in the order of the ids that were sent, which is that of the positions.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..._schedule import DUST_OF_EPS, EBAR, M0, M2, M3, M4, M5, SAFE, Schedule
 from ..._state import State, compute_dtype
-from ..gate import LateRows
+from ..gate import LateRows, Place
 from ..outcome import Outcome
 from .adam import RowsOf, first_outside
 
@@ -18,7 +18,7 @@ _ROWS_AT_ONCE = 1 << 16
 
 
 @torch.no_grad()
-def catch_up(late: LateRows, rows: Tensor | range) -> int | None:
+def catch_up(late: LateRows, place: Place | None, rows: Tensor | range) -> int | None:
     """Bring these rows of a table and its moments from the steps in their notes to the schedule's."""
     param, notes, schedule = late.param, late.notes, late.schedule
     if isinstance(rows, range):
@@ -29,9 +29,8 @@ def catch_up(late: LateRows, rows: Tensor | range) -> int | None:
         return outside
     stale = torch.unique(rows[notes.view(-1)[rows] < schedule.step])
     for some in stale.split(_ROWS_AT_ONCE):
-        _catch_up(
-            param.data, late.moments, notes, schedule, some
-        )  # .data: autograd's version counter must not see this
+        # .data: autograd's version counter must not see this
+        _catch_up(param.data, late.moments, notes, schedule, some)
     return None
 
 
