@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 
 from . import INNER
-from .memory import int64s_on_the_stack
+from .memory import address_of, int64s_at, int64s_on_the_stack
 
 # Two passes of 12 bits cover 16 million rows, and 4096 counters still sit in the L1 cache.
 _DIGIT_BITS = 12
@@ -42,9 +42,9 @@ def group(rows, low, high, shift, row_bits, keys, spare):
             for position in range(count):  # a slice assignment would compile 2 s of error messages about shapes
                 keys[position] = spare[position]
         return count
-    counts = int64s_on_the_stack(_DIGITS)
+    counts_at = address_of(int64s_on_the_stack(_DIGITS))
     for digit in range(passes):
-        _sort_by_digit(source, target, count, np.uint64(shift + digit * width), counts[: 1 << width])
+        _sort_by_digit(source, target, count, np.uint64(shift + digit * width), int64s_at(counts_at, 1 << width))
         source, target = target, source
     return count
 
@@ -52,7 +52,8 @@ def group(rows, low, high, shift, row_bits, keys, spare):
 @njit(**INNER)
 def _sort_by_digit(source, target, count, shift, counts):
     mask = np.uint64(counts.size - 1)
-    counts[:] = 0
+    for digit in range(counts.size):
+        counts[digit] = 0
     for position in range(count):
         counts[(source[position] >> shift) & mask] += 1
     total = 0

@@ -22,7 +22,7 @@ from . import INLINE, INNER
 from .cache import kernel
 from .floats import widen
 from .group import group, next_row_start
-from .memory import CACHE_LINE, address_of, has_type_of, int64s_at, prefetch, row_at, uint64s_at
+from .memory import CACHE_LINE, address_of, has_type_of, int64s_at, int64s_on_the_stack, prefetch, row_at, uint64s_at
 
 # The words of a job: row numbers, how many, rows of the table, values, bytes from one row of values to the next, width,
 # and how many bits it takes to number the occurrences and the rows.
@@ -39,6 +39,7 @@ _G_LINES_AHEAD = 64
 
 # Fine enough to balance a few dozen threads; a row is never cut.
 _SHARE_BITS = 10
+_SHARES = 1 << _SHARE_BITS
 
 
 def room_for_pieces(jobs: int, parts: int) -> int:
@@ -136,6 +137,7 @@ def share(jobs, parts, pieces):
     ``pieces`` has as much room as ``room_for_pieces`` says.
     """
     job_count = jobs.size // JOB_WORDS
+    counts = int64s_on_the_stack(_SHARES)
     total = np.int64(0)
     for number in range(job_count):
         total += work_of(int64s_at(address_of(jobs) + number * (JOB_WORDS * 8), JOB_WORDS))
@@ -147,7 +149,8 @@ def share(jobs, parts, pieces):
         low = counted = np.int64(0)
         work = work_of(job)
         if is_cut(part, parts, total, seen + work):
-            counts, shift = histogram(int64s_at(job[ROWS_AT], job[COUNT]), job[ROW_BITS])
+            shift = np.uint64(max(0, job[ROW_BITS] - _SHARE_BITS))
+            count_upper_bits(int64s_at(job[ROWS_AT], job[COUNT]), shift, counts)
             digit = occurrences = np.int64(0)
             while is_cut(part, parts, total, seen + work):
                 wanted = (total * ((part + 1) / parts) - seen) / work * job[COUNT]
@@ -177,13 +180,12 @@ def is_cut(part, parts, total, reached):
 
 
 @njit(**INNER)
-def histogram(rows, row_bits):
-    """How many of the row numbers have each of their upper bits, and by how many bits those are shifted."""
-    shift = np.uint64(max(0, row_bits - _SHARE_BITS))
-    counts = np.zeros(1 << min(row_bits, _SHARE_BITS), np.int64)
+def count_upper_bits(rows, shift, counts):
+    """How many of the row numbers have each of the upper bits that this shift leaves."""
+    for bits in range(counts.size):
+        counts[bits] = 0
     for row in rows:
         counts[np.uint64(row) >> shift] += 1
-    return counts, shift
 
 
 @njit(**INNER)
