@@ -127,7 +127,7 @@ def refuse_shared_weights(groups: Sequence[Mapping[str, Any]], those: Set[int]) 
         (param.data_ptr(), param.data_ptr() + param.nbytes, id(param), at, index)
         for at, group in enumerate(groups)
         for index, param in enumerate(group["params"])
-        if param.nbytes and param.is_cpu and span(param) == param.numel()
+        if param.nbytes and param.is_cpu and param.data_ptr() and span(param) == param.numel()  # none: it only wraps
     )
     reached, last = 0, 0  # how far the memory of those before this one goes, and whose it is
     for start, end, this, at, index in spans:
