@@ -47,12 +47,7 @@ class DeferredAdamRun(Program):
         return LONG or (dtype, state_dtype) in (FOR_PLAIN if options == "plain" else FOR_ALL)
 
     def make_optimizer(self, side: Side, groups: list[dict[str, Any]]) -> Any:
-        make = DeferredAdamW if groups[0]["weight_decay"] else DeferredAdam
-        optimizer = make(groups)
-        for module in side.module:
-            if isinstance(module, torch.nn.Embedding):
-                optimizer.attach(module)
-        return optimizer
+        return (DeferredAdamW if groups[0]["weight_decay"] else DeferredAdam)(groups)
 
     def number_or_class(self, value: Any) -> Any:
         return np.isfinite(value)
@@ -66,11 +61,6 @@ class DeferredAdamRun(Program):
             return -np.inf
         second = model.slots["exp_avg_sq"]
         return model.options["betas"][1] * (second.value + 2 * second.error) if model.options["amsgrad"] else np.inf
-
-    def add_a_table_to(self, side: Side, index: int) -> None:
-        super().add_a_table_to(side, index)
-        if isinstance(side.module[index], torch.nn.Embedding):
-            side.optimizer.attach(side.module[index])
 
     # Stepping
 
@@ -203,13 +193,9 @@ class DeferredAdamRun(Program):
     # Copies
 
     def moved(self, index: int) -> None:
-        if isinstance(self.sides[0].module[index], torch.nn.Embedding):
-            self.models[index].flush()
+        self.models[index].flush()
 
     def copied(self) -> None:
-        # A module that no lookup was attached to is copied with the rows that wait, and the optimizer's copy is not.
-        if not all(isinstance(module, torch.nn.Embedding) for module in self.sides[0].module):
-            self.flush()
         for model in self.models:
             model.restart()
 
