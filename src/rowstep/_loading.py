@@ -7,7 +7,7 @@ refused as a whole, with the reason, before anything of the optimizer has change
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,13 +84,12 @@ def check_slots(own: Mapping[str, Any], loaded: Mapping[str, Any], states: Seque
             )
 
 
-def separate_counts(states: Iterable[State]) -> None:
+def separate_counts(states: Sequence[State]) -> None:
     """Give a loaded ``step`` memory of its own where it shares some: it is counted up in place.
 
     All else stays the tensor that was loaded, as in torch: a state dict that is loaded twice, or into two optimizers,
     is one state for both.
     """
-    states = list(states)
     taken = {state[name].data_ptr() for state in states for name in MOMENTS if name in state}
     for state in states:
         step = state.get("step")

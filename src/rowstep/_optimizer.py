@@ -323,7 +323,7 @@ class RowOptimizer(Optimizer):
             for own, group in zip(own_groups, self.param_groups, strict=True):
                 for key, value in own.items():
                     group.setdefault(key, value)
-            separate_counts(self.state.values())
+            separate_counts([self.state[param] for param in self._all_params() if param in self.state])
             self._loaded(given)
             self._allocate_for_shards()  # what was not in there has to be there for the next checkpoint
 
