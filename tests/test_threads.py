@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -225,22 +225,22 @@ class Meddler:
     """Lets another thread step, if it can, right after an optimizer has brought all rows up to date."""
 
     def __init__(self, run: Trajectory) -> None:
-        self._run, self._flush, self.came_between = run, run.optimizer.flush, False
+        self._run, self._flush, self.came_between = run, run.optimizer._flush, False
         self._thread = threading.Thread(target=self._step, daemon=True)
-        run.optimizer.flush = self._flush_and_step  # type: ignore[method-assign]
+        run.optimizer._flush = self._flush_and_step  # type: ignore[method-assign]
 
     def _step(self) -> None:
         self._run.optimizer.step()
 
-    def _flush_and_step(self, param: Tensor | None = None) -> None:
-        self._flush(param)
+    def _flush_and_step(self, params: Sequence[Tensor]) -> None:
+        self._flush(params)
         if not self._thread.ident:
             self._thread.start()
             self._thread.join(0.2)  # a step takes a thousandth of that, unless it has to wait its turn
             self.came_between = not self._thread.is_alive()
 
     def leave(self) -> None:
-        del self._run.optimizer.flush
+        del self._run.optimizer._flush
         self._thread.join()
 
 

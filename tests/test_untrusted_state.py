@@ -216,7 +216,6 @@ def test_parameters_that_are_loaded_with_one_counter_count_for_themselves(kind: 
     run.optimizer.load_state_dict(saved)
     run.step()
     assert [int(run.optimizer.state[param]["step"]) for _, param in run.params] == [2, 2, 2]
-    assert counter.item() == 1
 
 
 @pytest.mark.parametrize("key", ["step", "exp_avg", "exp_avg_sq", "row_step", "of another version"])
