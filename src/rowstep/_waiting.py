@@ -40,7 +40,7 @@ _HOLD = "_rowstep_hold"
 
 
 class _Hold:
-    """What a waiting tensor has as an attribute: who keeps its table, which (None if it is the table itself).
+    """The attribute of a waiting tensor: who keeps its table, and which table that is (None: the tensor itself).
 
     Some programs copy all attributes of a parameter to another tensor: it is not the other one's, and copies to None.
     And torch.utils.swap_tensors refuses a tensor that has a weak reference to it, as it should.
@@ -83,7 +83,7 @@ class Waiting:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # What is compiled calls this anew in every run. Always to go by the function that says so takes 1.3 µs.
+        # Compiled code must call this anew in every run. A function that says so costs 1.3 µs: not for everybody.
         see = _see_in_every_run if torch.compiler.is_compiling() else _see
         return see(func, types, args, kwargs or {})
 
