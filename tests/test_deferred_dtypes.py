@@ -100,3 +100,22 @@ def test_numbers_that_are_not_finite_stay_in_their_rows(bad: float) -> None:
     optimizer.flush()
     assert not param[2].isfinite().any()
     torch.testing.assert_close(param, dense, rtol=0, atol=1e-15, equal_nan=True)
+
+
+def test_a_maximum_is_not_rounded_to_a_narrower_state() -> None:
+    """amsgrad switched on in the middle of a run, after the table has become wider than its state."""
+    param = nn.Parameter(torch.ones(4, 2, dtype=torch.bfloat16))
+    optimizer = DeferredAdam([param], betas=(0.0, 0.9))
+    param.grad = torch.sparse_coo_tensor(
+        torch.tensor([[1]]), torch.full((1, 2), 1.3, dtype=torch.bfloat16), (4, 2), check_invariants=False
+    )
+    optimizer.step()
+    param.grad = None
+    second = optimizer.state_dict()["state"][0]["exp_avg_sq"].float()
+    param.data = param.data.float()
+    optimizer.param_groups[0]["amsgrad"] = True
+    param.grad = torch.sparse_coo_tensor(
+        torch.empty(1, 0, dtype=torch.int64), torch.empty(0, 2), (4, 2), check_invariants=False
+    )
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state_dict()["state"][0]["max_exp_avg_sq"], second * 0.9, rtol=1e-6, atol=0)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._backends import Backend, in_plain_torch
 from .._schedule import Schedule
-from .._state import State, count_tensor, ensure_moments, lasting
+from .._state import State, compute_dtype, count_tensor, ensure_moments, lasting
 from .._torch_internals import without_modes
 from .._waiting import Keeper
 from .deferral import Deferral, Options, new_schedule
@@ -113,5 +113,6 @@ def _ensure_maximum(state: State, param: Tensor, group: Mapping[str, Any]) -> No
     has_history = "exp_avg" in state
     ensure_moments(state, param, amsgrad=group["amsgrad"])
     if group["amsgrad"] and has_history:
-        largest = state["max_exp_avg_sq"]
-        torch.maximum(largest, state["exp_avg_sq"] * group["betas"][1], out=largest)
+        largest, second = state["max_exp_avg_sq"], state["exp_avg_sq"]
+        wide = compute_dtype(largest.dtype, second.dtype)  # a state of 16 bits may have a maximum of 32
+        largest.copy_(torch.maximum(largest.to(wide), second.to(wide) * group["betas"][1]))
