@@ -13,6 +13,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -25,7 +26,7 @@ from guard_pages import Guard, GuardedNumpy
 from rowstep import arrays
 from rowstep._backends import Backend, LateRows, Outcome, admit, admit_notes, admit_state
 from rowstep._gradient import RowGradient
-from rowstep._rules.adam import Scalars
+from rowstep._rules.adam import Kept, Scalars
 from rowstep._schedule import Schedule
 from rowstep._state import State
 
@@ -40,11 +41,21 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ROWS = 41
 
 RULE = Scalars(0.9, 0.999, 1e-8, 0.1)
-ALL_OPTIONS = Scalars(0.9, 0.999, 1e-8, 0.1, True, None, 0.1, True, True, False, True)
-RULES = [RULE, ALL_OPTIONS]
+ALL_OPTIONS = Scalars(0.9, 0.999, 1e-8, 0.1, True, None, 0.1, True, False, True, Kept(amsgrad=True))
+BY_ROW = Scalars(0.9, 0.999, 1e-8, 0.1, kept=Kept("row"))
+FACTORED = Scalars(0.0, 0.999, 1e-8, 0.1, decay=0.1, kept=Kept("factored", first=False))
+RULES = [RULE, ALL_OPTIONS, BY_ROW, FACTORED]
 if LONG:  # amsgrad, counts and skipping decide what is read and written where; the others come along
     RULES += [
-        Scalars(0.9, 0.999, 1e-8, 0.1, skip, 0.9 if amsgrad else None, None, amsgrad, per_row, amsgrad != skip, skip)
+        replace(
+            RULE,
+            maximize=skip,
+            shrink=0.9 if amsgrad else None,
+            per_row=per_row,
+            as_dense=amsgrad != skip,
+            skip_nonfinite=skip,
+            kept=Kept(amsgrad=amsgrad),
+        )
         for amsgrad, per_row, skip in itertools.product((False, True), repeat=3)
     ]
 
@@ -52,7 +63,9 @@ if LONG:  # amsgrad, counts and skipping decide what is read and written where; 
 class Operands:
     """A table, its state and a gradient, on memory of this guard or, without one, anywhere."""
 
-    def __init__(self, guard: Guard | None, width: int, dtype: torch.dtype, rows: Tensor) -> None:
+    def __init__(
+        self, guard: Guard | None, width: int, dtype: torch.dtype, rows: Tensor, kept: Kept | None = None
+    ) -> None:
         place: Callable[[Tensor], Tensor] = torch.clone if guard is None else guard.like
         torch.manual_seed(width)
         self.param = place(torch.randn(ROWS, width).to(dtype))
@@ -60,6 +73,8 @@ class Operands:
         for key in ("exp_avg_sq", "max_exp_avg_sq"):
             self.state[key] = place(torch.rand(ROWS, width).to(dtype))
         self.state["row_step"] = place(torch.ones(ROWS, dtype=torch.int64))
+        if kept is not None and kept.second != "element":
+            self.state = by_row(kept, width, dtype, place)
         self.since = place(torch.zeros(ROWS, dtype=torch.int32))
         self.rows = place(rows)
         values = place(torch.randn(len(rows), width).to(dtype))
@@ -69,6 +84,17 @@ class Operands:
         for key, value in ({"param": self.param, "since": self.since} | self.state).items():
             expected = getattr(other, key, None)
             assert torch.equal(value, other.state[key] if expected is None else expected), key
+
+
+def by_row(kept: Kept, width: int, dtype: torch.dtype, place: Callable[[Tensor], Tensor]) -> State:
+    wide = torch.promote_types(dtype, torch.float32)
+    state: State = {"exp_avg_sq_row": place(torch.rand(ROWS, dtype=wide))}
+    if kept.first:
+        state["exp_avg"] = place(torch.randn(ROWS, width).to(dtype))
+    if kept.second == "factored":
+        total = state["exp_avg_sq_row"].sum(dtype=torch.float64)
+        state |= {"exp_avg_sq_column": place(torch.rand(width, dtype=wide)), "exp_avg_sq_sum": total}
+    return state
 
 
 def ids() -> list[Tensor]:
@@ -114,11 +140,13 @@ def cases(first: Iterable[Any], second: Sequence[Any]) -> Iterator[tuple[Any, ..
 def updates() -> None:
     for dtype, scalars in cases(DTYPES, RULES):
         for width, rows in shapes():
-            plain, guarded = Operands(None, width, dtype, rows), Operands(_guard, width, dtype, rows)
+            kept = scalars.kept
+            plain, guarded = Operands(None, width, dtype, rows, kept), Operands(_guard, width, dtype, rows, kept)
             for each in (plain, guarded):
                 at = admit_state(each.param, each.state)
                 update = admit(each.param, each.state, each.gradient, at, scalars, admit_notes(each.since, (ROWS,), 3))
                 assert update.at is not None
+                backend.take_columns(update, lambda sums: sums)
                 (batch,) = backend.batches([update])
                 batch.update(Outcome())
             guarded.assert_same(plain)
@@ -144,16 +172,19 @@ def schedule(*, amsgrad: bool) -> Schedule:
 
 
 def deferred() -> None:
-    for dtype, amsgrad in cases(DTYPES, (False, True)):
-        coefficients = schedule(amsgrad=amsgrad)
+    kinds = (Kept(), Kept(amsgrad=True), Kept("row"), Kept("row", first=False))
+    for dtype, kept in cases(DTYPES, kinds):
+        coefficients = schedule(amsgrad=kept.amsgrad)
         for width, rows in shapes():
-            plain, guarded = Operands(None, width, dtype, rows), Operands(_guard, width, dtype, rows)
+            plain, guarded = Operands(None, width, dtype, rows, kept), Operands(_guard, width, dtype, rows, kept)
             if width % 2:  # small second moments: the sum goes term by term
-                for each in (plain, guarded):
-                    each.state["exp_avg_sq"].mul_(1e-6)
-                    each.state["max_exp_avg_sq"].mul_(1e-6)
+                for each, name in itertools.product(
+                    (plain, guarded), ("exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row")
+                ):
+                    if name in each.state:
+                        each.state[name].mul_(1e-6)
             for each in (plain, guarded):
-                late = LateRows(each.param, each.state, each.since, coefficients)
+                late = LateRows(each.param, each.state, each.since, coefficients, kept)
                 backend.catch_up(late, each.rows)
                 backend.catch_up(late, range(7, ROWS))
             guarded.assert_same(plain)

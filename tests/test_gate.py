@@ -14,14 +14,14 @@ from gradients import Snapshot, rows_of, sparse, step_with, table
 from rowstep import DeferredAdam, SparseAdam, clip_grad_norm_
 from rowstep._backends import LateRows, Outcome, RowUpdate, admit, admit_notes, admit_state, chosen
 from rowstep._gradient import RowGradient, row_gradient
-from rowstep._rules.adam import Scalars
+from rowstep._rules.adam import Kept, Scalars
 from rowstep._schedule import Schedule
 from rowstep._state import State
 
 pytestmark = pytest.mark.usefixtures("backend")
 
 LEAD, SHAPE = (6,), (6, 4)
-SCALARS = Scalars(0.9, 0.999, 1e-8, 0.1, amsgrad=True, per_row=True)
+SCALARS = Scalars(0.9, 0.999, 1e-8, 0.1, per_row=True, kept=Kept(amsgrad=True))
 
 
 class Given:

@@ -28,6 +28,8 @@ OPTIMIZERS: dict[str, Any] = {
         model.parameters(), lr=0.05, amsgrad=True, bias_correction="row"
     ),
     "DeferredAdamW": lambda model: rowstep.DeferredAdamW(model, lr=0.05),
+    "factored": lambda model: rowstep.SparseAdam(model.parameters(), lr=0.05, second_moment="factored"),
+    "DeferredAdamW, by row": lambda model: rowstep.DeferredAdamW(model, lr=0.05, betas=(0, 0.99), second_moment="row"),
 }
 
 

@@ -22,6 +22,8 @@ OPTIONS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
     ),
     "deferred": (DeferredAdam, {"betas": (0.8, 0.9)}),
     "decayed": (DeferredAdamW, {"amsgrad": True, "weight_decay": 0.5}),
+    "factored": (SparseAdam, {"second_moment": "factored", "betas": (0.0, 0.9)}),
+    "deferred and factored": (DeferredAdamW, {"second_moment": "factored", "betas": (0.0, 0.9), "weight_decay": 0.5}),
 }
 
 

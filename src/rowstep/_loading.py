@@ -17,7 +17,18 @@ from torch.optim.optimizer import StateDict
 
 from ._memory import has_memory, lost_memory, span
 from ._rules.adam import SLOTS
-from ._state import FLOATS, LARGEST_COUNT, MOMENTS, State, described, largest_count, miscount, missing, moment_flaw
+from ._state import (
+    FLOATS,
+    LARGEST_COUNT,
+    MOMENTS,
+    OF_MOMENTS,
+    State,
+    described,
+    largest_count,
+    miscount,
+    missing,
+    moment_flaw,
+)
 from ._waiting import plain_class
 
 
@@ -54,14 +65,13 @@ def check_states(state_dict: StateDict, params: Sequence[Tensor]) -> None:
         if reason := _flaw(state, param):
             raise ValueError(f"the loaded state of parameter {number}: {reason}")
         weights += _memory(f"the weights of parameter {number}", param)
-        for key in MOMENTS:
+        for key in OF_MOMENTS:
             if key in state:
                 moments += _memory(f"{key!r} of parameter {number}", state[key])
     _refuse_shared_memory(weights, moments)
 
 
 _SLOT_OF_OPTION = [(*slot.option, slot.name) for slot in reversed(SLOTS) if slot.option is not None]
-_COUNTS = [slot.name for slot in SLOTS if slot.dtype == "int64"]
 
 
 def check_slots(own: Mapping[str, Any], loaded: Mapping[str, Any], states: Sequence[State], where: str) -> None:
@@ -75,7 +85,9 @@ def check_slots(own: Mapping[str, Any], loaded: Mapping[str, Any], states: Seque
     for option, value, slot in _SLOT_OF_OPTION:
         if option not in own or own[option] == value or loaded.get(option) != value:
             continue
-        has_history = [state for state in states if "exp_avg" in state and state.get("step") != 0]
+        has_history = [
+            state for state in states if any(name in state for name in OF_MOMENTS) and state.get("step") != 0
+        ]
         if has_history and not any(slot in state for state in has_history):
             raise ValueError(
                 f"{option}={value!r} was saved{where}, but no loaded state has {slot!r}; expected it beside the "
@@ -90,7 +102,7 @@ def separate_counts(states: Sequence[State]) -> None:
     All else stays the tensor that was loaded, as in torch: a state dict that is loaded twice, or into two optimizers,
     is one state for both.
     """
-    taken = {state[name].data_ptr() for state in states for name in MOMENTS if name in state}
+    taken = {state[name].data_ptr() for state in states for name in OF_MOMENTS if name in state}
     for state in states:
         step = state.get("step")
         if isinstance(step, Tensor):
@@ -104,15 +116,27 @@ def tidied(state: State) -> State:
     return {key: value for key, value in state.items() if not (isinstance(value, dict) and not value)}
 
 
-def uncast_slots(state_dict: StateDict, params: Sequence[Tensor]) -> Iterator[tuple[Tensor, State]]:
-    """For each parameter, the loaded slots that are not of its dtype.
+def uncast_slots(
+    state_dict: StateDict, params: Sequence[tuple[Tensor, Mapping[str, Any]]]
+) -> Iterator[tuple[Tensor, State]]:
+    """For each parameter, which comes with its group, the loaded slots that are not to be of its dtype.
 
-    torch casts every loaded state but ``step`` to the parameter's dtype, and bfloat16 cannot count.
+    torch casts every loaded state but ``step`` to the parameter's dtype: bfloat16 cannot count, and moments of 16 bits
+    would take twice the memory. What was saved in another dtype than the options ask for stays as it was saved until
+    the next step, which makes it fit.
     """
-    for number, param in zip(_numbers(state_dict), params, strict=True):
-        state = state_dict["state"].get(number, {})
-        counts = {name: state[name] for name in _COUNTS if name in state}
-        yield param, {name: slot.to(param.device, torch.int64, copy=True) for name, slot in counts.items()}
+    for number, (param, group) in zip(_numbers(state_dict), params, strict=True):
+        state, asked_for = state_dict["state"].get(number, {}), group.get("state_dtype")
+        slots = {}
+        for slot in SLOTS:
+            if slot.name not in state:
+                continue
+            loaded = state[slot.name]
+            if slot.dtype == "int64":
+                slots[slot.name] = loaded.to(param.device, torch.int64, copy=True)
+            elif slot.dtype in ("wide", "float64") or (slot.dtype == "state" and asked_for not in (None, param.dtype)):
+                slots[slot.name] = loaded.to(param.device)
+        yield param, slots
 
 
 def _param_of_each_number(state_dict: StateDict, params: Sequence[Tensor]) -> dict[Any, Tensor]:
@@ -139,6 +163,9 @@ def _flaw(state: State, param: Tensor) -> str | None:
     for key in MOMENTS:
         if key in state and (reason := _moment_flaw(state[key], param)):
             return f"{key!r} is {described(state[key])}; expected {reason}"
+    for key in ("exp_avg_sq_row", "exp_avg_sq_column", "exp_avg_sq_sum"):
+        if key in state and (reason := _part_flaw(key, state, param)):
+            return f"{key!r} is {described(state[key])}; expected {reason}"
     if "row_step" in state and (reason := _counts_flaw(state["row_step"], param)):
         return f"'row_step' is {described(state['row_step'])}; expected {reason}"
     return miscount(state["step"]) if "step" in state else None
@@ -150,6 +177,18 @@ def _moment_flaw(moment: object, param: Tensor) -> str | None:
     if isinstance(moment, Tensor) and moment.shape != param.shape:
         return f"the parameter's shape, {tuple(param.shape)}"
     return moment_flaw(moment)
+
+
+def _part_flaw(key: str, state: State, param: Tensor) -> str | None:
+    """What is wrong with a part of a second moment that is not kept per element, or None."""
+    slot, row = state[key], state.get("exp_avg_sq_row")
+    lead = row.dim() if isinstance(row, Tensor) else 1
+    shape = {"exp_avg_sq_row": param.shape[:lead], "exp_avg_sq_column": param.shape[lead:]}.get(key, torch.Size())
+    if isinstance(slot, Tensor) and slot.is_meta and not param.is_meta:
+        return "a tensor with data"
+    if isinstance(slot, Tensor) and slot.shape != shape:
+        return f"shape {tuple(shape)}, for a parameter of shape {tuple(param.shape)}"
+    return moment_flaw(slot)
 
 
 # The integers that torch computes with. It counts in floating point too; FLOATS are those it can compare with others.

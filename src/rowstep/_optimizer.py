@@ -7,8 +7,11 @@ taken its step whole or not at all, and the next step goes on from there.
 
 from __future__ import annotations
 
+import functools
 import operator
 import threading
+import warnings
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
@@ -18,8 +21,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
 from . import _backends, _dense, _part, _rows
-from ._backends import Backend, Outcome, RowUpdate
-from ._loading import check_slots, check_states, check_structure, separate_counts, tidied
+from ._backends import WHOLE, Backend, Batch, Extent, Outcome, RowUpdate
+from ._conform import conform
+from ._loading import check_slots, check_states, check_structure, separate_counts, tidied, uncast_slots
 from ._options import (
     HOW_TORCH_STEPS,
     check_group,
@@ -27,9 +31,11 @@ from ._options import (
     check_layouts,
     check_learning_rate,
     parameter_name,
+    refuse_idle_rounding,
 )
 from ._plan import DenseStep, Group, Plan, RowStep, checked_gradient, steps_taken
 from ._rows import Init
+from ._rules.adam import kept_under
 from ._state import State, allocate, ensure_moments, misfit
 from ._torch_internals import plainly
 from ._waiting import take_over
@@ -78,6 +84,7 @@ class RowOptimizer(Optimizer):
             where = f" in group {len(self.param_groups) - 1}"
             check_learning_rate(self.param_groups[-1]["lr"], zero_allowed=True, where=where)
             self._check_group(self.param_groups[-1], where)
+            refuse_idle_rounding(self.param_groups[-1], where)
             if self._is_complete:  # the constructor looks at all groups together, to name every parameter it refuses
                 check_layouts(self.param_groups, type(self).__name__)
         except Exception:
@@ -106,12 +113,34 @@ class RowOptimizer(Optimizer):
         with self._lock:
             self._finish_step()
             backend = _backends.chosen()
-            plans = plainly(self._plans, backend)
+            plans = plainly(self._plans_with_peers, backend)
             for plan in plans:
                 plainly(self._apply_rows, plan, backend)
                 if plan.dense:
                     self._step_dense(plan.dense, plan.group, backend)
         return loss
+
+    def _plans_with_peers(self, backend: Backend) -> list[Plan]:
+        """The plans of all groups. Where a step needs what other ranks have, it is taken by all of them or by none."""
+        factored = [group for group in self.param_groups if group.get("second_moment") == "factored"]
+        parts = [_part.part_of(param) for group in factored for param in group["params"]]
+        peers = dict.fromkeys(part.peers for part in parts if part is not None and part.peers is not None)
+        if not peers:
+            return self._plans(backend)
+        plans: list[Plan] = []
+
+        def plan() -> float:
+            if not plans:
+                plans.extend(self._plans(backend))
+            return float(zlib.crc32(bytes(param.grad is not None for param in self._all_params())))
+
+        for each in peers:
+            if len(set(each.gather_numbers(plan))) > 1:
+                raise RuntimeError(
+                    "ranks have gradients for different parameters; expected the same ones on every rank, because "
+                    "second_moment='factored' adds up the columns of a sharded table over all ranks"
+                )
+        return plans
 
     def _plans(self, backend: Backend) -> list[Plan]:
         return [self._plan(index, group, backend) for index, group in enumerate(self.param_groups)]
@@ -134,8 +163,11 @@ class RowOptimizer(Optimizer):
     def _apply_rows(self, plan: Plan, backend: Backend) -> None:
         """Take the planned row steps: all tables of a kind in one launch."""
         updates = [step.update or self._begin_rows(step, plan.group) for step in plan.rows]
+        self._prepare(updates, backend)
+        for update in updates:
+            backend.take_columns(update, functools.partial(_part.summed_over_ranks, update.param))
         for batch in backend.batches(updates):
-            self._whole_or_not_at_all(batch.update, self._counter(batch.updates, plan.group, backend))
+            self._whole_or_not_at_all(batch, self._counter(batch.updates, plan.group, backend))
 
     def _plan_parameter(
         self, plan: Plan, param: Tensor, grad: Tensor, state: State, taken: int, backend: Backend
@@ -147,11 +179,34 @@ class RowOptimizer(Optimizer):
         """Make the state that a row step lacks."""
         raise NotImplementedError
 
+    def _prepare(self, updates: Sequence[RowUpdate], backend: Backend) -> None:
+        """Called before these rows are looked at and stepped."""
+
+    def _extent(self, step: RowStep) -> Extent:
+        """Which rows of its table the parameter holds, where that matters."""
+        scalars = step.scalars
+        matters = scalars.rounds_state or scalars.rounds_weights or scalars.kept.second == "factored"
+        return _part.extent_of(step.param) if matters else WHOLE
+
+    def _conform(self, step: RowStep, group: Group, lead: tuple[int, ...]) -> None:
+        """Let the state of a table be what the options ask for; say so if that takes more than to create it."""
+        kept = step.scalars.kept
+        over_ranks = functools.partial(_part.summed_over_ranks, step.param)
+        words = conform(self.state[step.param], step.param, kept, lead, over_ranks)
+        if words:
+            index = next(index for index, param in enumerate(group["params"]) if param is step.param)
+            at = next(at for at, other in enumerate(self.param_groups) if other is group)
+            warnings.warn(
+                f"{parameter_name(group, at, index)}: its state was made to fit second_moment={kept.second!r} and "
+                f"state_dtype={kept.dtype}: {'; '.join(words)}",
+                stacklevel=8,
+            )
+
     def _counter(self, updates: Sequence[RowUpdate], group: Group, backend: Backend) -> Callable[[Outcome], None]:
         """A function that counts these steps once they are made. It may be called twice, and writes the same."""
         raise NotImplementedError
 
-    def _whole_or_not_at_all(self, update: Callable[[Outcome], None], count: Callable[[Outcome], None]) -> None:
+    def _whole_or_not_at_all(self, batch: Batch, count: Callable[[Outcome], None]) -> None:
         """Update rows, and count the steps.
 
         Whatever interrupts it: a step that was made is counted, and one that was not is not.
@@ -160,9 +215,10 @@ class RowOptimizer(Optimizer):
 
         def finish() -> None:
             if outcome.is_complete:
+                batch.finish()
                 count(outcome)
 
-        self._and_finish(lambda: update(outcome), finish)
+        self._and_finish(lambda: batch.update(outcome), finish)
 
     def _and_finish(self, work: Callable[[], object], finish: Callable[[], None]) -> None:
         """Do some work and finish it, also if it is interrupted; ``finish`` may be called twice."""
@@ -203,7 +259,7 @@ class RowOptimizer(Optimizer):
 
     def _step_dense(self, steps: list[DenseStep], group: Group, backend: Backend) -> None:
         for step in steps:
-            ensure_moments(self.state[step.param], step.param, amsgrad=group["amsgrad"])
+            ensure_moments(self.state[step.param], step.param, kept_under(group, in_a_table=False))
         _dense.update_all([(step.param, step.grad, self.state[step.param]) for step in steps], group)
 
     @torch.no_grad()
@@ -283,7 +339,8 @@ class RowOptimizer(Optimizer):
             for group in self.param_groups:
                 for param in group["params"]:
                     if param.requires_grad:
-                        allocate(self.state[param], param, amsgrad=group["amsgrad"])
+                        is_table = _part.part_of(param) is not None
+                        allocate(self.state[param], param, kept_under(group, in_a_table=is_table))
 
     def _allocate_for_shards(self) -> None:
         if any(_part.part_of(param) is not None for param in self._all_params()):
@@ -324,6 +381,10 @@ class RowOptimizer(Optimizer):
                 for key, value in own.items():
                     group.setdefault(key, value)
             separate_counts([self.state[param] for param in self._all_params() if param in self.state])
+            groups = [group for group in self.param_groups for _ in group["params"]]
+            for param, slots in uncast_slots(given, list(zip(self._all_params(), groups, strict=True))):
+                if slots:
+                    self.state[param].update(slots)
             self._loaded(given)
             self._allocate_for_shards()  # what was not in there has to be there for the next checkpoint
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ._memory import span
+from ._rules.rounding import LARGEST_SEED
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "maximize": (False, True),
@@ -23,6 +24,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "force_sparse": (False, True),
     "bias_correction": ("global", "row"),
     "nonfinite": ("propagate", "skip", "raise"),
+    "second_moment": ("element", "row", "factored"),
+    "state_dtype": (None, torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    "stochastic_rounding": (False, True),
     "foreach": (None, False, True),
     "fused": (None, False, True),
     "capturable": (False, True),
@@ -67,6 +71,7 @@ def check_group(group: Mapping[str, Any], where: str = "", *, zero_eps_allowed: 
         if name in group and (isinstance(group[name], (Tensor, float)) or group[name] not in choices):
             expected = " or ".join(map(repr, choices))
             raise ValueError(f"Invalid {name}: {group[name]!r}{where}; expected {expected}")
+    _check_kept(group, where)
     if group.get("foreach") and group.get("fused"):
         raise RuntimeError(f"`fused` and `foreach` cannot be `True` together{where}; expected one of them")
     if group.get("capturable"):
@@ -78,6 +83,32 @@ def check_group(group: Mapping[str, Any], where: str = "", *, zero_eps_allowed: 
         raise ValueError(
             f"differentiable=True is not supported{where}: rows are updated in place, which autograd does not see. Use "
             "differentiable=False, or torch.optim.Adam"
+        )
+
+
+def _check_kept(group: Mapping[str, Any], where: str) -> None:
+    """What tables keep, and how that is rounded."""
+    second, seed = group.get("second_moment", "element"), group.get("seed", 0)
+    if second != "element" and group.get("amsgrad"):
+        raise ValueError(
+            f"amsgrad=True with second_moment={second!r} is not supported{where}: amsgrad keeps a maximum for every "
+            "weight, which is what this second moment does without. Use amsgrad=False or second_moment='element'"
+        )
+    if second == "factored" and group.get("bias_correction") == "row":
+        raise ValueError(
+            f"bias_correction='row' with second_moment='factored' is not supported{where}: its columns have one count "
+            "of steps for all rows. Use bias_correction='global' or second_moment='row'"
+        )
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed <= LARGEST_SEED:
+        raise ValueError(f"Invalid seed: {seed!r}{where}; expected an integer in [0, 2^63)")
+
+
+def refuse_idle_rounding(group: Mapping[str, Any], where: str) -> None:
+    """Raise if weights are to be rounded at random, and the group has none that are rounded at all."""
+    if group.get("stochastic_rounding") and not any(param.dtype.itemsize == 2 for param in group["params"]):
+        raise ValueError(
+            f"stochastic_rounding=True has nothing to round{where}: no parameter is float16 or bfloat16. Use it for "
+            "tables of 16 bits; for moments of 16 bits use state_dtype, which always rounds at random"
         )
 
 

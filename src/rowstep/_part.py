@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import StateDict
 
+from ._backends import WHOLE, Extent
 from ._layout import RowOrder
 from ._state import State, row_slots
 
@@ -38,6 +39,9 @@ class Peers(Protocol):
 
     def gather_numbers(self, measure: Callable[[], float]) -> list[float]:
         """What every rank measures. If that raises on some rank, all ranks raise."""
+
+    def sum(self, local: Tensor) -> Tensor:
+        """The sum of every rank's tensor of this shape, the same on all ranks."""
 
 
 @dataclass(eq=False)
@@ -91,6 +95,23 @@ class TablePart:
             return value[self.positions.start : self.positions.stop].clone()  # and let go of the rest
         positions = torch.arange(self.positions.start, self.positions.stop, device=value.device)
         return value.index_select(0, order.positions(self.order.ids(positions)))
+
+
+def summed_over_ranks(param: Tensor, local: Tensor) -> Tensor:
+    """The sum over all parts of a parameter's table of something that each rank has measured on its own part."""
+    part = part_of(param)
+    return local if part is None or part.peers is None else part.peers.sum(local)
+
+
+def extent_of(param: Tensor) -> Extent:
+    """Which rows of a table this parameter holds, as random rounding has to know."""
+    part = part_of(param)
+    if part is None:
+        return WHOLE
+    rows, multiplier, offset = part.order
+    if rows == 0:
+        return WHOLE
+    return Extent((part.positions.start - offset) % rows, pow(multiplier, -1, rows) if rows > 1 else 1, rows)
 
 
 def mark(param: Tensor, part: TablePart) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ._backends import Backend, RowUpdate
 from ._gradient import RowGradient, outside_message
 from ._memory import has_memory, lost_memory
-from ._rules.adam import Scalars, scalars
+from ._rules.adam import Scalars, kept_under, scalars
 from ._state import FLOATS, FLOATS_IN_WORDS, State, incomplete
 from ._torch_internals import has_no_memory
 
@@ -46,7 +46,7 @@ class Plan:
         self.group = group
         self.rows: list[RowStep] = []
         self.dense: list[DenseStep] = []
-        self._scalars: dict[tuple[int, bool], Scalars] = {}
+        self._scalars: dict[tuple[int, bool, bool, bool], Scalars] = {}
         self._counts: dict[int, int] = {}
 
     def count_after(self, param: Tensor, taken: int) -> int:
@@ -54,12 +54,13 @@ class Plan:
         count = self._counts[id(param)] = self._counts.get(id(param), taken) + 1
         return count
 
-    def scalars(self, count: int, as_dense: bool) -> Scalars:
+    def scalars(self, count: int, as_dense: bool, param: Tensor, *, in_a_table: bool) -> Scalars:
         """Those of a ``count``-th step: the same for all tables that take it."""
-        known = self._scalars.get((count, as_dense))
+        group = self.group
+        rounds = bool(group.get("stochastic_rounding")) and param.dtype.itemsize == 2
+        known = self._scalars.get((count, as_dense, in_a_table, rounds))
         if known is None:
-            group = self.group
-            known = self._scalars[count, as_dense] = scalars(
+            known = self._scalars[count, as_dense, in_a_table, rounds] = scalars(
                 lr=group["lr"],
                 betas=group["betas"],
                 eps=group["eps"],
@@ -67,10 +68,12 @@ class Plan:
                 maximize=bool(group["maximize"]),
                 weight_decay=group["weight_decay"],
                 decoupled_weight_decay=group["decoupled_weight_decay"],
-                amsgrad=bool(group["amsgrad"]),
                 per_row=group.get("bias_correction") == "row",
                 as_dense=as_dense,
                 skip_nonfinite=group.get("nonfinite") == "skip",
+                kept=kept_under(group, in_a_table=in_a_table),
+                rounds_weights=rounds,
+                seed=group.get("seed", 0),
             )
         return known
 

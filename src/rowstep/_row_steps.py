@@ -21,7 +21,7 @@ import math
 import torch
 from torch import Tensor
 
-from ._state import State, ensure_row_steps
+from ._state import State, ensure_row_steps, has_second_moment, second_moment
 from ._torch_internals import writes_to
 
 
@@ -57,12 +57,12 @@ class RowSteps:
         """
         if self.are_counted(param, state):
             return True
-        if "exp_avg_sq" not in state or int(state["step"]) == 0:
+        if not has_second_moment(state) or int(state["step"]) == 0:
             return False
         slot, last = state.get("row_step"), self._with_history.get(param)
         if slot is not None and last is not None and last[0] is slot and last[1] == _writes_to(slot):
             return False
-        if not state["exp_avg_sq"].any():
+        if not second_moment(state).any():
             return True
         if slot is not None:
             self._with_history[param] = slot, _writes_to(slot)
@@ -71,9 +71,9 @@ class RowSteps:
     def before_new_rows(self, param: Tensor, state: State) -> Tensor | None:
         """What to count from, if rows have taken steps without being counted and some are about to begin anew."""
         lead = tuple(state["row_step"].shape)
-        if not lead or self.are_counted(param, state) or "exp_avg_sq" not in state or int(state["step"]) == 0:
+        if not lead or self.are_counted(param, state) or not has_second_moment(state) or int(state["step"]) == 0:
             return None
-        history = {key: state[key] for key in ("step", "exp_avg_sq")}
+        history = {key: slot for key, slot in state.items() if key != "row_step"}
         ensure_row_steps(history, lead)
         counts: Tensor = history["row_step"]
         return counts

@@ -49,7 +49,7 @@ def grow(param: Tensor, state: State, count: int, init: Init, row_steps: Tensor 
     for name in row_slots(before):
         changed[name] = zeros_like(before[name].new_empty(old + count, *before[name].shape[1:]))
         changed[name][:old] = before[name]
-    replace_table(param, table, state, changed)
+    replace_table(param, table, state, _with_sum(changed, state))
 
 
 @torch.inference_mode(False)
@@ -57,7 +57,7 @@ def keep(param: Tensor, state: State, rows: Tensor) -> None:
     """Keep these rows, in this order, and drop the others."""
     _refuse_a_part(param)
     changed = {name: state[name].index_select(0, rows) for name in row_slots(state)}
-    replace_table(param, param.detach().index_select(0, rows), state, changed)
+    replace_table(param, param.detach().index_select(0, rows), state, _with_sum(changed, state))
 
 
 @torch.inference_mode(False)
@@ -68,17 +68,29 @@ def reset(state: State, rows: Tensor, row_steps: Tensor | None = None) -> None:
     """
     before = [(state[name], state[name].index_select(0, rows)) for name in row_slots(state)]
     blank = state["row_step"].clone() if row_steps is not None else None
+    total = state["exp_avg_sq_sum"].clone() if "exp_avg_sq_sum" in state else None
     try:
         if row_steps is not None:
             state["row_step"].copy_(row_steps)
         for tensor, _ in before:
             tensor.index_fill_(0, rows, 0)
+        if total is not None:
+            state["exp_avg_sq_sum"].copy_(state["exp_avg_sq_row"].sum(dtype=torch.float64))
     except BaseException:
+        if total is not None:
+            state["exp_avg_sq_sum"].copy_(total)
         if blank is not None:
             state["row_step"].copy_(blank)
         for tensor, values in before:
             tensor.index_copy_(0, rows, values)
         raise
+
+
+def _with_sum(changed: State, state: State) -> State:
+    """The changed slots, and the sum over all rows where the state has one."""
+    if "exp_avg_sq_sum" not in state:
+        return changed
+    return changed | {"exp_avg_sq_sum": changed["exp_avg_sq_row"].sum(dtype=torch.float64)}
 
 
 def named_rows(param: Tensor, mask_or_ids: Tensor) -> Tensor:

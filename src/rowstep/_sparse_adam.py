@@ -7,16 +7,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT, StateDict
+from torch.optim.optimizer import ParamsT
 
 from . import _dense
 from ._backends import Addresses, Backend, Outcome, RowUpdate, admit, admit_counts, admit_state
 from ._gradient import RowGradient, all_rows, nonzero_rows, row_gradient
-from ._loading import uncast_slots
 from ._optimizer import RowOptimizer
 from ._plan import DenseStep, Group, Plan, RowStep, refuse_outside
 from ._row_steps import RowSteps, ensure_slot
+from ._rules.adam import kept_under
 from ._state import MOMENTS, State, ensure_moments, has_moments
 
 
@@ -47,10 +48,19 @@ class SparseAdam(RowOptimizer):
             ``"skip"`` leaves the row unchanged and counts it in :attr:`skipped_rows`; ``"raise"`` raises
             FloatingPointError before anything is written. In a dense gradient, a row is a slice along the first
             dimension.
+        second_moment: what tables keep of squared gradients: ``"element"`` one number per weight, ``"row"`` one per
+            row, their mean, ``"factored"`` one per row and one per column. With ``"row"`` or ``"factored"`` and
+            ``betas=(0, beta2)``, no first moment is kept either. See ``docs/memory.md``.
+        state_dtype: the dtype of what tables keep per weight; by default the parameter's. 16 bits are rounded up or
+            down at random, so that small changes are not lost. What is kept per row is at least float32.
+        stochastic_rounding: round weights of 16 bits at random as well.
+        seed: of random rounding. The same seed gives the same numbers, for any number of threads or ranks.
         foreach, fused: how torch steps parameters with dense gradients; by default fused where that is safe.
         capturable, differentiable: refused if True.
 
-    Moments are kept in the parameter's dtype. For 16-bit parameters the arithmetic runs in float32.
+    Moments are kept in the parameter's dtype, unless ``state_dtype`` says otherwise. For 16-bit parameters the
+    arithmetic runs in float32. ``second_moment`` and ``state_dtype`` concern tables: parameters whose gradients are
+    sparse, or made so by ``force_sparse``. What is kept for other parameters is as in torch.
     """
 
     skipped_rows: int
@@ -70,6 +80,10 @@ class SparseAdam(RowOptimizer):
         force_sparse: bool = False,
         bias_correction: str = "global",
         nonfinite: str = "propagate",
+        second_moment: str = "element",
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
@@ -86,6 +100,10 @@ class SparseAdam(RowOptimizer):
             "force_sparse": force_sparse,
             "bias_correction": bias_correction,
             "nonfinite": nonfinite,
+            "second_moment": second_moment,
+            "state_dtype": state_dtype,
+            "stochastic_rounding": stochastic_rounding,
+            "seed": seed,
             "foreach": foreach,
             "fused": fused,
             "capturable": capturable,
@@ -123,12 +141,13 @@ class SparseAdam(RowOptimizer):
         taken: int,
     ) -> RowStep:
         count = plan.count_after(param, taken)
-        step = RowStep(param, gradient, plan.scalars(count, as_dense), count)
+        in_a_table = not as_dense or "exp_avg_sq_row" in state
+        step = RowStep(param, gradient, plan.scalars(count, as_dense, param, in_a_table=in_a_table), count)
         is_counted = step.scalars.per_row and self._row_steps.are_counted(param, state)
         if is_counted:
             admit_counts(state, gradient.lead)
-        if has_moments(state, amsgrad=step.scalars.amsgrad) and is_counted == step.scalars.per_row:
-            step.update = admit(param, state, gradient, at, step.scalars, None, count)
+        if has_moments(state, step.scalars.kept) and is_counted == step.scalars.per_row:
+            step.update = admit(param, state, gradient, at, step.scalars, None, count, self._extent(step))
         return step
 
     def _rows_of(self, param: Tensor, grad: Tensor, state: State, group: Group) -> tuple[RowGradient | None, bool]:
@@ -140,21 +159,25 @@ class SparseAdam(RowOptimizer):
             return row_gradient(grad, param.shape), False
         if group["force_sparse"]:
             return nonzero_rows(grad), False
+        if "exp_avg_sq_row" in state:
+            return all_rows(grad, tuple(state["exp_avg_sq_row"].shape)), True
         if group["bias_correction"] == "row" and self._row_steps.takes_rows(param, state):
             return all_rows(grad, tuple(state["row_step"].shape if "row_step" in state else param.shape[:1])), True
         dtypes = {state[key].dtype for key in MOMENTS if key in state}
-        if dtypes | {grad.dtype} != {param.dtype}:  # torch's Adam wants one dtype for all
+        is_rounded = group["stochastic_rounding"] and param.dtype.itemsize == 2
+        if dtypes | {grad.dtype} != {param.dtype} or is_rounded:  # torch's Adam wants one dtype for all
             return all_rows(grad, tuple(param.shape[:1])), True
         return None, False
 
     def _begin_rows(self, step: RowStep, group: Group) -> RowUpdate:
         param, gradient, state = step.param, step.gradient, self.state[step.param]
-        ensure_moments(state, param, amsgrad=group["amsgrad"])
+        self._conform(step, group, gradient.lead)
         if step.scalars.per_row and gradient.is_empty:
             ensure_slot(state, param)
         elif step.scalars.per_row:
             self._row_steps.begin(param, state, gradient.lead)
-        return admit(param, state, gradient, admit_state(param, state), step.scalars, None, step.count)
+        at = admit_state(param, state)
+        return admit(param, state, gradient, at, step.scalars, None, step.count, self._extent(step))
 
     def _counter(self, updates: Sequence[RowUpdate], group: Group, backend: Backend) -> Callable[[Outcome], None]:
         skips, skipped_before = group["nonfinite"] == "skip", self.skipped_rows
@@ -177,7 +200,7 @@ class SparseAdam(RowOptimizer):
         for step in steps:
             rows, state = _dense.nonfinite_rows(step.grad), self.state[step.param]
             if len(rows):
-                ensure_moments(state, step.param, amsgrad=group["amsgrad"])
+                ensure_moments(state, step.param, kept_under(group, in_a_table=False))
                 untouched.append(_dense.Untouched(step.param, state, rows))
         try:
             super()._step_dense(steps, group, backend)
@@ -200,11 +223,6 @@ class SparseAdam(RowOptimizer):
                 for param in group["params"]:
                     if param.requires_grad:
                         ensure_slot(self.state[param], param)
-
-    def _loaded(self, given: StateDict) -> None:
-        for param, slots in uncast_slots(given, self._all_params()):
-            if slots:
-                self.state[param].update(slots)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"skipped_rows": self.skipped_rows, "_row_steps": RowSteps()}

@@ -1,10 +1,13 @@
 """What is kept per parameter, by the description that the rule gives of its slots: allocation, checks, counts.
 
-    step              one for the table   an int after a sparse step, a float Tensor after a dense one
-    exp_avg           one per element     the parameter's dtype
-    exp_avg_sq        one per element     the parameter's dtype
-    max_exp_avg_sq    one per element     the parameter's dtype; with amsgrad
-    row_step          one per row         int64; with bias_correction="row", see ``_row_steps``
+    step                one for the table   an int after a sparse step, a float Tensor after a dense one
+    exp_avg             one per element     the parameter's dtype, or state_dtype
+    exp_avg_sq          one per element     the same
+    exp_avg_sq_row      one per row         the parameter's, but at least float32; second_moment="row" or "factored"
+    exp_avg_sq_column   one per column      the same; second_moment="factored"
+    exp_avg_sq_sum      one for the table   float64, the sum over all rows; second_moment="factored"
+    max_exp_avg_sq      one per element     as exp_avg_sq; with amsgrad
+    row_step            one per row         int64; with bias_correction="row", see ``_row_steps``
 
 ``step`` follows the class being replaced: torch.optim.SparseAdam keeps an int, torch.optim.Adam a Tensor. Either is
 taken, so checkpoints of both load, and both load ours. Past 2^24 float32 cannot count, and the Tensor becomes float64.
@@ -14,22 +17,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import mmap
 import reprlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._memory import has_memory, lost_memory, overlaps_itself
-from ._rules.adam import SLOTS
+from ._rules.adam import SLOTS, Kept, Slot
 
 State = dict[str, Any]
 
 MOMENTS = tuple(slot.name for slot in SLOTS if slot.per == "element")
-OPTIONAL = tuple(slot.name for slot in SLOTS if slot.option is not None)
-_BY_ROW = tuple(slot.name for slot in SLOTS if slot.per != "table")
-_ALWAYS = (*(slot.name for slot in SLOTS if slot.option is None and slot.per == "element"), "step")
+BY_ROW = tuple(slot.name for slot in SLOTS if slot.per in ("row", "element"))
+DECAYING = tuple(slot.name for slot in SLOTS if slot.name in BY_ROW and slot.dtype != "int64")
+"""What of a row changes at every step of dense Adam, also at one without a gradient for the row."""
+OF_MOMENTS = tuple(slot.name for slot in SLOTS if slot.dtype not in ("count", "int64"))
+
+# What tells the kinds of second moment apart.
+_ONLY = {"element": (), "row": ("exp_avg_sq_row",), "factored": ("exp_avg_sq_column", "exp_avg_sq_sum")}
 
 FLOATS = frozenset([torch.float16, torch.bfloat16, torch.float32, torch.float64])
 """What parameters, moments and gradients may be made of."""
@@ -52,72 +61,127 @@ def lasting() -> contextlib.AbstractContextManager[Any]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
-def zeros_like(param: Tensor) -> Tensor:
-    """Zeros with the parameter's shape, dtype and strides, on huge pages where the system has them.
+def zeros_like(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Zeros with a tensor's shape and strides, and its dtype unless told otherwise, as ``zeros`` makes them."""
+    dtype = dtype or like.dtype
+    if not like.is_cpu or like.numel() * dtype.itemsize < _HUGE_FROM_BYTES:
+        return torch.zeros_like(like, dtype=dtype, memory_format=torch.preserve_format)
+    # Strides as preserve_format gives them: the parameter's own if it is dense, else contiguous.
+    strides = torch.empty_like(like, device="meta", memory_format=torch.preserve_format).stride()
+    return zeros(like.shape, dtype, like.device).as_strided(like.shape, strides)
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, on huge pages where the system has them.
 
     A step reads rows at random, so with 4 KiB pages nearly every row costs a TLB miss. Measured at 10M x 32 with
     16,384 ids, one thread: 1.74 ms on huge pages, 2.98 ms without. Fresh anonymous memory is also zero without
     being written, which makes the first step of a large table cheap.
     """
-    byte_count = param.nbytes
-    if not param.is_cpu or byte_count < _HUGE_FROM_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros_like(param, memory_format=torch.preserve_format)
+    byte_count = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or byte_count < _HUGE_FROM_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
     try:
         memory = mmap.mmap(-1, byte_count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(
-            f"cannot allocate {byte_count} bytes of state for a parameter that is {described(param)} ({error}); "
-            "expected memory for two or three times the parameter. Free some memory, or use a smaller table or dtype"
+            f"cannot allocate {byte_count} bytes of state, {tuple(shape)} {dtype} ({error}); expected memory for two "
+            "or three times the parameter. Free some memory, use a smaller table, or keep less (state_dtype, "
+            "second_moment)"
         ) from error
     with contextlib.suppress(OSError):  # a hint, and some systems are built without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    # Strides as preserve_format gives them: the parameter's own if it is dense, else contiguous.
-    strides = torch.empty_like(param, device="meta", memory_format=torch.preserve_format).stride()
-    return torch.frombuffer(memory, dtype=param.dtype).as_strided(param.shape, strides)
+    return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
 
 
-def has_moments(state: State, *, amsgrad: bool) -> bool:
-    """Whether this state has every moment that the options ask for."""
-    return "exp_avg" in state and (not amsgrad or "max_exp_avg_sq" in state)
+@functools.cache
+def slots_in(kept: Kept) -> tuple[Slot, ...]:
+    """The slots of the moments that are kept."""
+    return tuple(slot for slot in SLOTS if slot.is_in(kept))
 
 
-def ensure_moments(state: State, param: Tensor, *, amsgrad: bool) -> None:
-    """Create what this parameter's state does not have yet: all of it, or nothing if memory runs out."""
-    if has_moments(state, amsgrad=amsgrad):
+@functools.cache
+def _names_in(kept: Kept) -> tuple[str, ...]:
+    return tuple(slot.name for slot in slots_in(kept))
+
+
+def has_moments(state: State, kept: Kept) -> bool:
+    """Whether this state has every moment that is to be kept, as it is to be kept, and no other of a table's."""
+    for name in _names_in(kept):  # `all` takes twice as long
+        if name not in state:
+            return False
+    if kept.second == "element" and kept.dtype is None:
+        return "exp_avg_sq_row" not in state
+    return not misplaced(state, kept)
+
+
+def misplaced(state: State, kept: Kept) -> list[str]:
+    """The moments in this state that are not to be kept, or not in this dtype. amsgrad's maximum may stay."""
+    names = _names_in(kept)
+    others = [name for name in OF_MOMENTS if name in state and name not in names and name != "max_exp_avg_sq"]
+    if kept.dtype is not None:
+        others += [name for name in names if name in MOMENTS and name in state and state[name].dtype != kept.dtype]
+    return others
+
+
+def ensure_moments(state: State, param: Tensor, kept: Kept, lead: tuple[int, ...] | None = None) -> None:
+    """Create what this parameter's state does not have yet: all of it, or nothing if memory runs out.
+
+    ``lead`` are the dimensions that rows run over, where that is known: by default, the first.
+    """
+    if all(name in state for name in _names_in(kept)):
         return
     with lasting():
         new: State = {"step": state.get("step", 0)}
-        for slot in SLOTS:
-            is_wanted = slot.option is None or (amsgrad and slot.option[0] == "amsgrad")
-            if slot.per == "element" and is_wanted and slot.name not in state:
-                new[slot.name] = zeros_like(param)
+        for slot in slots_in(kept):
+            if slot.name not in state:
+                new[slot.name] = new_slot(slot, param, kept, tuple(param.shape[:1]) if lead is None else lead)
         state.update(new)
 
 
-def allocate(state: State, param: Tensor, *, amsgrad: bool) -> None:
+def new_slot(slot: Slot, param: Tensor, kept: Kept, lead: tuple[int, ...]) -> Tensor:
+    """Zeros for a slot of this parameter, whose rows run over the dimensions ``lead``."""
+    if slot.per == "element":
+        return zeros_like(param, kept.dtype)
+    shape = {"row": lead, "column": tuple(param.shape[len(lead) :]), "table": ()}[slot.per]
+    dtype = torch.float64 if slot.dtype == "float64" else compute_dtype(param.dtype)
+    return zeros(shape, dtype, param.device)
+
+
+def allocate(state: State, param: Tensor, kept: Kept) -> None:
     """Create the state that a first step would, with a count of 0.
 
     The count is a Tensor whatever the gradients will be: torch's checkpoints read either kind into a Tensor, but only
     an int into an int.
     """
     state.setdefault("step", torch.zeros((), dtype=torch.float32))
-    ensure_moments(state, param, amsgrad=amsgrad)
+    ensure_moments(state, param, kept)
 
 
 def ensure_row_steps(state: State, lead: tuple[int, ...]) -> None:
     """Create the per-row counts: for rows that have history (a loaded state, dense steps), the steps taken so far."""
     if "row_step" in state:
         return
-    second, count = state["exp_avg_sq"], int(state["step"])
+    second, count = second_moment(state), int(state["step"])
     if count == 0 or second.numel() == 0:  # nothing to look for: of 10M x 64 the search takes 1.0 s and 0.6 GB
         state["row_step"] = torch.zeros(lead, dtype=torch.int64, device=second.device)
     else:
         state["row_step"] = second.reshape(*lead, -1).ne(0).any(dim=-1).to(torch.int64) * count
 
 
+def second_moment(state: State) -> Tensor:
+    """The second moment, per element or per row."""
+    second: Tensor = state["exp_avg_sq_row"] if "exp_avg_sq_row" in state else state["exp_avg_sq"]
+    return second
+
+
+def has_second_moment(state: State) -> bool:
+    return "exp_avg_sq_row" in state or "exp_avg_sq" in state
+
+
 def row_slots(state: State) -> list[str]:
     """The names of what this state holds for each row of its parameter."""
-    return [name for name in _BY_ROW if isinstance(slot := state.get(name), Tensor) and slot.dim()]
+    return [name for name in BY_ROW if isinstance(slot := state.get(name), Tensor) and slot.dim()]
 
 
 def misfit(state: State, param: Tensor) -> str | None:
@@ -157,27 +221,55 @@ def slot_misfit(state: State, param: Tensor) -> str | None:
                 return lost_memory(f"its state {key!r}", moment)
             if owners and moment.numel() and (owner := owners.setdefault(moment.data_ptr(), repr(key))) != repr(key):
                 return f"its state {key!r} shares memory with {owner}; expected memory of its own"
-    if "row_step" in state:
-        counts = state["row_step"]
-        if not isinstance(counts, Tensor) or counts.shape != shape[: counts.dim()] or counts.device != device:
-            return (
-                f"its state 'row_step' is {described(counts)}; expected the leading dimensions and device of the "
-                f"parameter, which is {described(param)}"
-            )
-        if counts.dtype != torch.int64 or counts.layout != torch.strided:
-            return f"its state 'row_step' is {described(counts)}; expected a dense tensor of int64"
-        if counts.is_cpu and (not has_memory(counts) or overlaps_itself(counts)):
-            return f"its state 'row_step' is {described(counts)}; expected separate memory for each element"
+    for key in ("exp_avg_sq_row", "row_step"):
+        if key in state and (reason := by_row_flaw(state[key], param)):
+            return f"its state {key!r} is {described(state[key])}; expected {reason}"
+    if "exp_avg_sq_row" in state:
+        row = state["exp_avg_sq_row"]
+        if row.dtype not in FLOATS:
+            return f"its state 'exp_avg_sq_row' is {described(row)}; expected {FLOATS_IN_WORDS}"
+        if owners and row.numel() and (owner := owners.setdefault(row.data_ptr(), "itself")) != "itself":
+            return f"its state 'exp_avg_sq_row' shares memory with {owner}; expected memory of its own"
+    if "row_step" in state and state["row_step"].dtype != torch.int64:
+        return f"its state 'row_step' is {described(state['row_step'])}; expected a dense tensor of int64"
+    return factors_flaw(state, param)
+
+
+def by_row_flaw(slot: object, param: Tensor) -> str | None:
+    """What a slot with a number for each row should be and this is not, or None."""
+    shape = param.shape
+    if not isinstance(slot, Tensor) or slot.shape != shape[: slot.dim()] or slot.device != param.device:
+        return f"the leading dimensions and device of the parameter, which is {described(param)}"
+    if slot.layout != torch.strided:
+        return "a dense tensor"
+    if slot.is_cpu and (not has_memory(slot) or overlaps_itself(slot)):
+        return "separate memory for each element"
+    return None
+
+
+def factors_flaw(state: State, param: Tensor) -> str | None:
+    """Why these cannot be the columns' part of a factored second moment, and the sum of the rows', or None."""
+    lead = state["exp_avg_sq_row"].dim() if isinstance(state.get("exp_avg_sq_row"), Tensor) else 1
+    for key, shape in (("exp_avg_sq_column", param.shape[lead:]), ("exp_avg_sq_sum", torch.Size())):
+        if key not in state:
+            continue
+        slot = state[key]
+        if not isinstance(slot, Tensor) or slot.layout != torch.strided or slot.dtype not in FLOATS or slot.is_meta:
+            return f"its state {key!r} is {described(slot)}; expected a dense tensor of {FLOATS_IN_WORDS}"
+        if slot.shape != shape or slot.device != param.device or (slot.is_cpu and not has_memory(slot)):
+            return f"its state {key!r} is {described(slot)}; expected shape {tuple(shape)} on {param.device}"
     return None
 
 
 def missing(state: State) -> str | None:
     """Which slot is there without another that it needs, in words, or None."""
-    for name in MOMENTS:
-        if name in state:
-            for other in _ALWAYS:
-                if other not in state:
-                    return f"has {name!r} but no {other!r}; expected both"
+    there = [name for name in OF_MOMENTS if name in state]
+    if not there:
+        return None
+    kind = next((kind for kind in ("factored", "row") if any(name in state for name in _ONLY[kind])), "element")
+    for other in (*_ONLY[kind], *(("exp_avg_sq_row",) if kind != "element" else ("exp_avg", "exp_avg_sq")), "step"):
+        if other not in state:
+            return f"has {there[0]!r} but no {other!r}; expected both"
     return None
 
 

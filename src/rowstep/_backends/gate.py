@@ -23,17 +23,42 @@ from torch import Tensor
 
 from .._gradient import RowGradient
 from .._memory import has_memory, lost_memory
-from .._rules.adam import Scalars
+from .._rules.adam import AS_TORCH, Kept, Scalars
+from .._rules.rounding import step_key
 from .._schedule import Schedule
-from .._state import FLOATS, FLOATS_IN_WORDS, State, described, slot_misfit
+from .._state import (
+    FLOATS,
+    FLOATS_IN_WORDS,
+    State,
+    described,
+    has_moments,
+    misplaced,
+    slot_misfit,
+    slots_in,
+)
+from .columns import Columns
 
 _INT64 = torch.int64
 
 
-# Where p, m, v, amsgrad's maximum and the counts of rows begin in memory (0 if there are none), and the dtypes of p and
-# of its moments. A plain tuple: one with names takes as long to make as a look at half a tensor. The tensors are there
-# to keep them alive until their addresses are used: a parameter that is listed twice may get other slots in between.
-Addresses = tuple[int, int, int, int, int, torch.dtype, torch.dtype, tuple[Any, ...]]
+# Where p, m, v, amsgrad's maximum and the counts of rows begin in memory (0 if there are none), and the dtypes of p, m
+# and v. A plain tuple: one with names takes as long to make as a look at half a tensor. The tensors are there to keep
+# them alive until their addresses are used: a parameter that is listed twice may get other slots in between.
+Addresses = tuple[int, int, int, int, int, torch.dtype, torch.dtype, torch.dtype, tuple[Any, ...]]
+
+
+class Extent(NamedTuple):
+    """Which rows of a table a parameter holds: its row i is row ``(first + i) * factor`` modulo ``rows`` of the table.
+
+    Random rounding goes by the number of a row in the whole table.
+    """
+
+    first: int = 0
+    factor: int = 1
+    rows: int = 0
+
+
+WHOLE = Extent()
 
 
 class Notes(NamedTuple):
@@ -61,6 +86,9 @@ class RowUpdate(NamedTuple):
     """None if kernels cannot address all of it."""
     steps: int
     """How many steps the parameter will have taken."""
+    extent: Extent = WHOLE
+    columns: Columns | None = None
+    """With a factored second moment: what the step makes of its columns."""
 
 
 class Place(NamedTuple):
@@ -79,11 +107,33 @@ class LateRows:
     until somebody may have had one of them in hand, and ``forget`` is called.
     """
 
-    __slots__ = ("moments", "notes", "param", "place", "schedule")
+    __slots__ = ("extent", "kept", "moments", "notes", "param", "place", "rounds_weights", "schedule", "seed")
 
-    def __init__(self, param: Tensor, moments: State, notes: Tensor, schedule: Schedule) -> None:
+    def __init__(
+        self,
+        param: Tensor,
+        moments: State,
+        notes: Tensor,
+        schedule: Schedule,
+        kept: Kept = AS_TORCH,
+        rounds_weights: bool = False,
+        seed: int = 0,
+        extent: Extent = WHOLE,
+    ) -> None:
         self.param, self.moments, self.notes, self.schedule = param, moments, notes, schedule
+        self.kept = kept._replace(amsgrad=schedule.amsgrad)
+        self.rounds_weights, self.seed, self.extent = rounds_weights, seed, extent
         self.place: Place | None = None
+
+    @property
+    def rounds(self) -> bool:
+        """Whether something of a row is rounded at random."""
+        return self.kept.is_rounded or self.rounds_weights
+
+    @property
+    def key(self) -> int:
+        """The key of random rounding when rows catch up with the schedule."""
+        return step_key(self.seed, self.schedule.origin + self.schedule.step) if self.rounds else 0
 
     def forget(self) -> None:
         """Look at everything again, next time."""
@@ -105,7 +155,7 @@ class LateRows:
 
     def _look(self) -> Place | None:
         lead = self.notes.shape
-        at = admit_table(self.param, self.moments, lead, amsgrad=self.schedule.amsgrad)
+        at = admit_table(self.param, self.moments, lead, self.kept)
         notes_at = admit_notes(self.notes, lead).at
         if at is None or not notes_at:
             return None
@@ -123,15 +173,22 @@ def admit(
     scalars: Scalars,
     notes: Notes | None = None,
     steps: int = 0,
+    extent: Extent = WHOLE,
 ) -> RowUpdate:
     """Raise unless these can be the operands of an update; ``at`` is what ``admit_state`` said of the first two."""
-    if gradient.is_empty:  # nothing will be read or written
+    kept = scalars.kept
+    columns = Columns() if kept.second == "factored" else None
+    if gradient.is_empty and columns is None:  # nothing will be read or written
         return RowUpdate(param, state, gradient, scalars, notes, None, steps)
-    _refuse_missing(state, amsgrad=scalars.amsgrad, counted=scalars.per_row)
+    _refuse_missing(state, kept, counted=scalars.per_row)
     if scalars.per_row:
         admit_counts(state, gradient.lead)
+    if kept.second != "element":
+        admit_rows_of(state["exp_avg_sq_row"], gradient.lead, "second_moment")
     is_addressable = admit_gradient(gradient) and (notes is None or notes.at != 0)
-    return RowUpdate(param, state, gradient, scalars, notes, at if is_addressable else None, steps)
+    return RowUpdate(
+        param, state, gradient, scalars, notes, at if is_addressable else None, steps, extent, columns
+    )  # fmt: skip
 
 
 def admit_state(param: Tensor, state: State) -> Addresses | None:
@@ -158,7 +215,16 @@ def admit_counts(state: State, lead: tuple[int, ...]) -> None:
         )
 
 
-def admit_table(param: Tensor, state: State, lead: Sequence[int], *, amsgrad: bool) -> Addresses | None:
+def admit_rows_of(moment: Tensor, lead: tuple[int, ...], option: str) -> None:
+    """Raise unless this moment has a number for each row over ``lead``."""
+    if tuple(moment.shape) != lead:
+        raise ValueError(
+            f"the gradient's rows span dimensions {lead}, but {option} has kept rows over {tuple(moment.shape)}; "
+            "expected the same sparse_dim in every gradient"
+        )
+
+
+def admit_table(param: Tensor, state: State, lead: Sequence[int], kept: Kept) -> Addresses | None:
     """``admit_state`` for a table whose leading dimensions must be ``lead``, and that must have all its moments."""
     shape = param.shape
     if shape[: len(lead)] != lead:
@@ -166,12 +232,14 @@ def admit_table(param: Tensor, state: State, lead: Sequence[int], *, amsgrad: bo
             f"the parameter now has shape {tuple(shape)}; expected leading dimensions {tuple(lead)}, as in its state. "
             "To change the rows of a table, use the optimizer's grow, keep_rows or permute_rows"
         )
-    _refuse_missing(state, amsgrad=amsgrad, counted=False)
+    _refuse_missing(state, kept, counted=False)
     return admit_state(param, state)
 
 
 def _addresses(param: Tensor, state: State) -> Addresses | None:
     """Where all of it lies, if it belongs together, fills memory without gaps, and each has memory of its own."""
+    if "exp_avg_sq_row" in state:
+        return _addresses_by_row(param, state)
     try:
         m, v = state["exp_avg"], state["exp_avg_sq"]
         dtype, state_dtype, shape = param.dtype, m.dtype, param.shape
@@ -201,7 +269,28 @@ def _addresses(param: Tensor, state: State) -> Addresses | None:
             counts_at = counts.data_ptr()
     except (AttributeError, KeyError):  # of what is missing, or no tensor
         return None
-    return p_at, m_at, v_at, u_at, counts_at, dtype, state_dtype, (m, v, u, counts)
+    return p_at, m_at, v_at, u_at, counts_at, dtype, state_dtype, state_dtype, (m, v, u, counts)
+
+
+def _addresses_by_row(param: Tensor, state: State) -> Addresses | None:
+    """The same for a table with a second moment per row."""
+    m, v, counts = state.get("exp_avg"), state["exp_avg_sq_row"], state.get("row_step")
+    try:
+        shape, dtype = param.shape, param.dtype
+        is_good = (
+            not param.is_neg() and dtype in FLOATS and _fills(param, shape, dtype)
+            and v.dtype in FLOATS and _fills(v, shape[: v.dim()], v.dtype)
+            and (m is None or (m.dtype in FLOATS and _fills(m, shape, m.dtype)))
+            and (counts is None or _fills(counts, shape[: counts.dim()], _INT64))
+        )  # fmt: skip
+    except AttributeError:  # of what is no tensor
+        return None
+    addresses = [tensor.data_ptr() for tensor in (param, v, m) if tensor is not None]
+    if not is_good or len(set(addresses)) < len(addresses) or slot_misfit(state, param):
+        return None
+    p_at, v_at, m_at = addresses if m is not None else (*addresses, 0)
+    counts_at = 0 if counts is None else counts.data_ptr()
+    return p_at, m_at, v_at, 0, counts_at, dtype, dtype if m is None else m.dtype, v.dtype, (m, v, None, counts)
 
 
 def _fills(tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
@@ -209,16 +298,16 @@ def _fills(tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
     return is_plain and has_memory(tensor)
 
 
-def _refuse_missing(state: State, *, amsgrad: bool, counted: bool) -> None:
-    if (
-        "exp_avg" in state
-        and "exp_avg_sq" in state
-        and (not amsgrad or "max_exp_avg_sq" in state)
-        and (not counted or "row_step" in state)
-    ):
+def _refuse_missing(state: State, kept: Kept, *, counted: bool) -> None:
+    if has_moments(state, kept) and (not counted or "row_step" in state):
         return
-    wanted = ["exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * amsgrad, *["row_step"] * counted]
-    missing = next(key for key in wanted if key not in state)
+    wanted = [*(slot.name for slot in slots_in(kept)), *["row_step"] * counted]
+    missing = next((key for key in wanted if key not in state), None)
+    if missing is None:
+        raise ValueError(
+            f"its state has {misplaced(state, kept)}, which its options do not ask for; expected "
+            f"{[slot.name for slot in slots_in(kept)]}"
+        )
     raise ValueError(
         f"its state has no {missing!r}; expected a complete state. Load one, or clear the state to start over"
     )

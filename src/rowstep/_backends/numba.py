@@ -18,11 +18,13 @@ from torch import Tensor
 
 from .._gradient import RowGradient
 from .._kernels import catch_up as catching_up
+from .._kernels import columns as column_kernels
 from .._kernels import norm as norms
 from .._kernels import update as kernels
 from .._kernels import walk
 from .._kernels.workspace import PARALLEL_FROM_BYTES, shared_work, workspace
 from .._state import compute_dtype
+from .columns import Sums
 from .gate import LateRows, Place, RowUpdate
 from .outcome import Outcome
 
@@ -35,10 +37,15 @@ _LIKE: dict[torch.dtype, Any] = {
 }
 
 _NOT_ENDED = np.full(1, -1)
+_TO_THE_NEAREST = np.zeros(4, np.int64)
+
+# How many sums over a large gradient are taken apart: enough for the threads of most machines.
+_SUM_PARTS = 16
 _NO_NOTES = None, 0, 0
 
-# A job as walk.py and update.py have it: where the gradient is, where the table, its state and notes are, scalars.
-_JOB = struct.Struct("=15q6d")
+# A job as walk.py and update.py have it: where the gradient is, where the table, its state and notes are, how to round,
+# scalars.
+_JOB = struct.Struct("=20q7d")
 assert _JOB.size == walk.JOB_WORDS * 8
 
 
@@ -77,32 +84,31 @@ def _gradient_job(gradient: RowGradient) -> Any:
 def update(updates: Sequence[RowUpdate], outcome: Outcome) -> None:
     """Step the rows that the gradients name, in place, all in one launch. The updates are of one kind."""
     jobs: Any = np.empty(len(updates) * walk.JOB_WORDS, np.int64)
-    size = most_ids = columns = offset = 0
-    for _, _, gradient, scalars, notes, at, _ in updates:
-        where: Any = gradient.at
-        p_at, m_at, v_at, u_at, counts_at, dtype, state_dtype, _ = at  # type: ignore[misc]  # `batches` has looked
-        _, note, notes_at = notes or _NO_NOTES
-        _JOB.pack_into(
-            jobs, offset, *where, p_at, m_at, v_at, u_at, counts_at, notes_at, note,
-            scalars.beta1, scalars.beta2, scalars.eps, scalars.step_size, scalars.shrink or 0.0, scalars.decay or 0.0,
-        )  # fmt: skip
-        offset += _JOB.size
+    size = most_ids = columns = 0
+    for number, each in enumerate(updates):
+        where: Any = each.gradient.at
+        _write_job(each, jobs, number)
         size += where[1] * where[5]
         most_ids, columns = max(most_ids, where[1]), max(columns, where[5])
-    g_dtype = gradient.values.dtype
+    _, _, gradient, scalars, notes, at, _, _, _ = each
+    dtype, m_dtype, v_dtype = at[5:8]  # type: ignore[index]  # `batches` has looked
+    g_dtype, kept = gradient.values.dtype, scalars.kept
     threads = _threads_for(size * g_dtype.itemsize)
     if threads > 1 and len(updates) > 1 and _share_weights(updates):
         threads = 1
     pieces, keys = shared_work(jobs, threads, most_ids)
-    totals = _totals(threads, columns, dtype, state_dtype, g_dtype)
+    totals = _totals(threads, columns, dtype, m_dtype, v_dtype, g_dtype)
     skipped = _NOT_ENDED.copy() if threads == 1 else np.full(threads, -1)
     # Autograd does not see the writes, and must know that what it saved for a backward pass is out of date.
     torch.autograd.graph.increment_version([each[0] for each in updates])
     outcome.watch(skipped)
     kernels.update(
         threads, totals, skipped, jobs, pieces, keys.at, keys.spare_at,
-        _LIKE[dtype], _LIKE[state_dtype], _LIKE[g_dtype],
-        scalars.amsgrad or None,
+        _LIKE[dtype], _LIKE[m_dtype], _LIKE[v_dtype], _LIKE[g_dtype],
+        kept.first or None,
+        None if kept.second == "element" else True,
+        True if kept.second == "factored" else None,
+        scalars.kept.amsgrad or None,
         scalars.per_row or None,
         None if notes is None else True,
         scalars.maximize or None,
@@ -110,7 +116,48 @@ def update(updates: Sequence[RowUpdate], outcome: Outcome) -> None:
         None if scalars.decay is None else True,
         scalars.as_dense or None,
         scalars.skip_nonfinite or None,
+        scalars.rounds_state or None,
+        scalars.rounds_weights or None,
     )  # fmt: skip
+
+
+def _write_job(update: RowUpdate, jobs: Any, number: int) -> None:
+    _, _, gradient, scalars, notes, at, _, extent, columns = update
+    where: Any = gradient.at
+    p_at, m_at, v_at, u_at, counts_at, *_ = at  # type: ignore[misc]  # `batches` has looked
+    _, note, notes_at = notes or _NO_NOTES
+    roots_at, row_scale = (0, 0.0) if columns is None else (columns.roots.data_ptr(), columns.row_scale)
+    _JOB.pack_into(
+        jobs, number * _JOB.size, *where, p_at, m_at, v_at, u_at, counts_at, notes_at, note, roots_at,
+        scalars.key, *extent,
+        scalars.beta1, scalars.beta2, scalars.eps, scalars.step_size, scalars.shrink or 0.0, scalars.decay or 0.0,
+        row_scale,
+    )  # fmt: skip
+
+
+def column_sums(update: RowUpdate, rest: float) -> Sums:
+    """The sums over a gradient that a factored second moment needs."""
+    _, _, gradient, scalars, _, at, _, _, _ = update
+    where: Any = gradient.at
+    jobs = np.empty(walk.JOB_WORDS, np.int64)
+    _write_job(update._replace(columns=None), jobs, 0)  # there are no roots of them yet
+    assert at is not None
+    dtype, m_dtype, v_dtype = at[5:8]
+    g_dtype, width = gradient.values.dtype, where[5]
+    # The number of parts must not depend on the number of threads, or the sums would.
+    parts = 1 if where[1] * width * g_dtype.itemsize < PARALLEL_FROM_BYTES else _SUM_PARTS
+    pieces, keys = shared_work(jobs, parts, where[1])
+    sums = np.empty((parts, width + column_kernels.SUMS))
+    column_kernels.column_sums(
+        parts, _totals(parts, width, dtype, m_dtype, v_dtype, g_dtype), sums, jobs, pieces, keys.at, keys.spare_at,
+        _LIKE[dtype], _LIKE[v_dtype], _LIKE[g_dtype],
+        None if scalars.decay is None else True,
+        scalars.as_dense or None,
+        scalars.skip_nonfinite or None,
+    )  # fmt: skip
+    total = sums.sum(axis=0)
+    rows, before, after = total[width:].tolist()
+    return Sums(torch.from_numpy(total[:width]), int(rows), before, after, rest)
 
 
 def _share_weights(updates: Sequence[RowUpdate]) -> bool:
@@ -121,14 +168,20 @@ def _share_weights(updates: Sequence[RowUpdate]) -> bool:
 
 def catch_up(late: LateRows, place: Place, rows: Tensor | range) -> int | None:
     """Bring these rows of a table and its moments from the steps in their notes to the schedule's."""
-    p_at, m_at, v_at, u_at, _, dtype, state_dtype, _ = place.at
-    schedule, row_count = late.schedule, late.notes.numel()
+    p_at, m_at, v_at, u_at, _, dtype, m_dtype, v_dtype, _ = place.at
+    schedule, row_count, kept = late.schedule, late.notes.numel(), late.kept
     columns = late.param.numel() // max(1, row_count)
     threads = _threads_for((len(rows) if isinstance(rows, range) else rows.numel()) * columns * dtype.itemsize)
-    scratch = _totals(2 * threads, columns, dtype, state_dtype)
+    scratch = _totals(2 * threads, columns, dtype, m_dtype, v_dtype)
+    rounding = np.array((late.key, *late.extent)) if late.rounds else _TO_THE_NEAREST
     arguments = (
-        row_count, place.notes_at, p_at, m_at, v_at, u_at, columns, schedule.record,
-        _LIKE[dtype], _LIKE[state_dtype], schedule.amsgrad or None,
+        row_count, place.notes_at, p_at, m_at, v_at, u_at, columns, schedule.record, rounding,
+        _LIKE[dtype], _LIKE[m_dtype], _LIKE[v_dtype],
+        kept.first or None,
+        None if kept.second == "element" else True,
+        schedule.amsgrad or None,
+        kept.is_rounded or None,
+        late.rounds_weights or None,
     )  # fmt: skip
     if isinstance(rows, range):
         catching_up.catch_up_range(threads, scratch, rows.start, rows.stop, *arguments)

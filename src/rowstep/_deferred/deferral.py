@@ -9,9 +9,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .._backends import Addresses, Backend, LateRows, Notes, admit_notes, admit_state
+from .._backends import WHOLE, Addresses, Backend, LateRows, Notes, admit_notes, admit_state
+from .._part import extent_of
+from .._rules.adam import Kept
 from .._schedule import Schedule
-from .._state import MOMENTS, State
+from .._state import DECAYING, State
 from .._torch_internals import is_faked, plainly, writes_to
 from .._waiting import Keeper, Waiting, keeper_of, release, watch
 
@@ -23,8 +25,9 @@ _TOLERANCE_BELOW_FLOAT64 = 1e-9
 _LAST_STEP = (1 << 31) - 2
 
 
-# The options that a row's path depends on besides lr and weight decay: betas, eps, amsgrad.
-Options = tuple[tuple[float, float], float, bool]
+# The options that a row's path depends on besides lr and weight decay: betas, eps, amsgrad, and those that say what is
+# kept of it, and how that is rounded.
+Options = tuple[tuple[float, float], float, bool, str, torch.dtype | None, bool, int]
 
 
 class StaleRowsError(RuntimeError):
@@ -33,7 +36,7 @@ class StaleRowsError(RuntimeError):
 
 def new_schedule(options: Options, dtype: torch.dtype, taken: int) -> Schedule:
     """A schedule for a parameter that has taken so many steps."""
-    betas, eps, amsgrad = options
+    betas, eps, amsgrad, *_ = options
     tolerance = _TOLERANCE.get(dtype, _TOLERANCE_BELOW_FLOAT64)
     return Schedule(betas, eps, amsgrad=amsgrad, step=taken, tolerance=tolerance)
 
@@ -53,15 +56,20 @@ class Deferral:
         options: Options,
         schedule: Schedule,
         keeper: weakref.ref[Keeper],
+        kept: Kept,
     ) -> None:
         self.param, self.state, self.options, self.schedule = param, state, options, schedule
         self._keeper = keeper
-        self._moments = {key: state[key] for key in MOMENTS if key in state}
+        self._moments = {key: state[key] for key in DECAYING if key in state}
         """The moments with which rows wait, even if the state is edited later."""
         self.lead, self.row_count, self.dtype = lead, math.prod(lead), param.dtype
         self.notes = torch.zeros(lead, dtype=torch.int32, device=param.device)
         """Per row, the step of the schedule at which it was last up to date."""
-        self._late = LateRows(param, self._moments, self.notes, schedule)
+        *_, stochastic_rounding, seed = options
+        rounds_weights = stochastic_rounding and param.dtype.itemsize == 2
+        extent = extent_of(param) if kept.is_rounded or rounds_weights else WHOLE
+        by_row = kept._replace(second="row") if kept.second == "factored" else kept  # columns do not wait
+        self._late = LateRows(param, self._moments, self.notes, schedule, by_row, rounds_weights, seed, extent)
         self._swept = 0
         self._writes = -1
         """The table's version counter after the last legitimate write; -1 if it is not tracked."""

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from .._backends import Backend, in_plain_torch
+from .._rules.adam import Kept
 from .._schedule import Schedule
-from .._state import State, compute_dtype, count_tensor, ensure_moments, lasting
+from .._state import State, compute_dtype, count_tensor, lasting
 from .._torch_internals import without_modes
 from .._waiting import Keeper
 from .deferral import Deferral, Options, new_schedule
@@ -26,17 +27,16 @@ class Deferrals(dict[Tensor, Deferral]):
         self._keeper = keeper
 
     def begin(
-        self, param: Tensor, state: State, lead: tuple[int, ...], taken: int, group: Mapping[str, Any]
+        self, param: Tensor, state: State, lead: tuple[int, ...], taken: int, group: Mapping[str, Any], kept: Kept
     ) -> Deferral:
         """Begin to defer, if that has not begun: every row is up to date now, after the steps taken so far."""
         with lasting():
-            _ensure_maximum(state, param, group)
             if not isinstance(state["step"], Tensor):
                 state["step"] = count_tensor(state["step"])
             if param not in self:
                 options = options_of(group)
                 schedule = self._schedule_at(taken, param.dtype, options)
-                self[param] = Deferral(param, state, lead, options, schedule, self._keeper)
+                self[param] = Deferral(param, state, lead, options, schedule, self._keeper, kept)
         return self[param]
 
     def _schedule_at(self, taken: int, dtype: torch.dtype, options: Options) -> Schedule:
@@ -88,7 +88,10 @@ class Deferrals(dict[Tensor, Deferral]):
 def options_of(group: Mapping[str, Any]) -> Options:
     """The options of a group that a row's path depends on besides lr and weight decay."""
     beta1, beta2 = group["betas"]
-    return (float(beta1), float(beta2)), float(group["eps"]), bool(group["amsgrad"])
+    return (
+        (float(beta1), float(beta2)), float(group["eps"]), bool(group["amsgrad"]),
+        group["second_moment"], group["state_dtype"], group["stochastic_rounding"], group["seed"],
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -105,14 +108,11 @@ def flush_orphans(deferrals: Deferrals) -> None:
             deferral.release()
 
 
-def _ensure_maximum(state: State, param: Tensor, group: Mapping[str, Any]) -> None:
-    """Create the moments; with amsgrad, raise the maximum to what the next step without a gradient would make it.
+def raise_maximum(state: State, beta2: float) -> None:
+    """Raise amsgrad's maximum to what the next step without a gradient would make it.
 
     It must not change while rows wait, and it would if amsgrad had been off while the moments grew.
     """
-    has_history = "exp_avg" in state
-    ensure_moments(state, param, amsgrad=group["amsgrad"])
-    if group["amsgrad"] and has_history:
-        largest, second = state["max_exp_avg_sq"], state["exp_avg_sq"]
-        wide = compute_dtype(largest.dtype, second.dtype)  # a state of 16 bits may have a maximum of 32
-        largest.copy_(torch.maximum(largest.to(wide), second.to(wide) * group["betas"][1]))
+    largest, second = state["max_exp_avg_sq"], state["exp_avg_sq"]
+    wide = compute_dtype(largest.dtype, second.dtype)  # a state of 16 bits may have a maximum of 32
+    largest.copy_(torch.maximum(largest.to(wide), second.to(wide) * beta2))

@@ -17,7 +17,7 @@ from torch.optim.optimizer import ParamsT, StateDict
 from .. import _backends
 from .._backends import Backend, Notes, Outcome, RowUpdate, admit, admit_state
 from .._commit import ddp_around
-from .._gradient import RowGradient, nonzero_rows, outside_message, rows_of_first_dimension
+from .._gradient import RowGradient, all_rows, nonzero_rows, outside_message, rows_of_first_dimension
 from .._optimizer import RowOptimizer
 from .._options import check_learning_rate, refuse_shared_weights
 from .._plan import DenseStep, Group, Plan, RowStep, refuse_outside
@@ -26,7 +26,7 @@ from .._state import State, set_count
 from .._torch_internals import is_faked, plainly
 from .._waiting import Waiting
 from .deferral import Deferral, StaleRowsError
-from .deferrals import Deferrals, flush_orphans, options_of
+from .deferrals import Deferrals, flush_orphans, options_of, raise_maximum
 
 # A step's lr and weight decay.
 Rate = tuple[float | Tensor, float]
@@ -60,6 +60,14 @@ class DeferredAdam(RowOptimizer):
             instead of raising :class:`StaleRowsError`. Those gradients belong to weights that lack the momentum (and
             weight decay) of the steps the row has waited, so the run is no longer dense Adam's, though close to it if
             rows recur often.
+        second_moment: what tables keep of squared gradients: ``"element"`` one number per weight, ``"row"`` one per
+            row, their mean, ``"factored"`` one per row and one per column, which needs ``betas=(0, beta2)``. With
+            ``"row"`` or ``"factored"`` and ``betas=(0, beta2)``, no first moment is kept. The result is that of the
+            same rule applied to every row at every step. See ``docs/memory.md``.
+        state_dtype: the dtype of what tables keep per weight; by default the parameter's. 16 bits are rounded up or
+            down at random, so that small changes are not lost. What is kept per row is at least float32.
+        stochastic_rounding: round weights of 16 bits at random as well.
+        seed: of random rounding. The same seed gives the same numbers, for any number of threads or ranks.
     """
 
     def __init__(
@@ -78,6 +86,10 @@ class DeferredAdam(RowOptimizer):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         allow_stale: bool = False,
+        second_moment: str = "element",
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
     ) -> None:
         self.allow_stale = allow_stale
         self._begin_deferrals()
@@ -89,6 +101,10 @@ class DeferredAdam(RowOptimizer):
             "amsgrad": amsgrad,
             "maximize": maximize,
             "decoupled_weight_decay": decoupled_weight_decay,
+            "second_moment": second_moment,
+            "state_dtype": state_dtype,
+            "stochastic_rounding": stochastic_rounding,
+            "seed": seed,
             "foreach": foreach,
             "capturable": capturable,
             "differentiable": differentiable,
@@ -119,6 +135,12 @@ class DeferredAdam(RowOptimizer):
                 "the weight itself"
             )
         beta1, beta2 = group["betas"]
+        if group.get("second_moment") == "factored" and float(beta1) != 0:
+            raise ValueError(
+                f"betas={tuple(group['betas'])} with second_moment='factored' is not supported{where}: what momentum "
+                "does in a missed step depends on that step's columns, which are gone. Use betas=(0, beta2), "
+                "second_moment='row', or rowstep.SparseAdam"
+            )
         check_betas(float(beta1), float(beta2), amsgrad=group["amsgrad"], where=where)
         _check_decay(group, where)
 
@@ -237,6 +259,9 @@ class DeferredAdam(RowOptimizer):
         at = admit_state(param, state) if deferral is None else deferral.where(state)
         moment = state.get("exp_avg", grad)
         gradient = rows_of_first_dimension(grad, param.dtype, moment.dtype) if grad.is_sparse else None
+        in_a_table = gradient is not None or _is_kept_by_row(state, plan.group, param)
+        if gradient is None and (in_a_table or (plan.group["stochastic_rounding"] and param.dtype.itemsize == 2)):
+            gradient = all_rows(grad, tuple(param.shape[:1]))  # torch's Adam cannot take these
         if gradient is None and moment.dtype != grad.dtype:  # torch's Adam would find out in the middle of its step
             raise TypeError(f"the gradient has dtype {grad.dtype}; expected {moment.dtype}, the dtype of its state")
         if gradient is not None and float(plan.group["eps"]) == 0:
@@ -248,16 +273,16 @@ class DeferredAdam(RowOptimizer):
         if deferral is not None and deferral.lead == param.shape[:1]:
             deferral.refuse_writes()
             notes = deferral.notes_for(count)
-            self._look_at(grad, gradient, notes, deferral, backend)
+            self._look_at(grad, gradient if grad.is_sparse else None, notes, deferral, backend)
         elif gradient is not None:
             refuse_outside(gradient, backend)
         deferral = self._deferrals.going_on(param, self.state.get(param), plan.group, backend, taken)
         if gradient is None:
             plan.dense.append(DenseStep(param, grad))
             return
-        step = RowStep(param, gradient, plan.scalars(count, True), count)
+        step = RowStep(param, gradient, plan.scalars(count, True, param, in_a_table=in_a_table), count)
         if deferral is not None:
-            step.update = admit(param, state, gradient, at, step.scalars, notes, count)
+            step.update = admit(param, state, gradient, at, step.scalars, notes, count, self._extent(step))
         plan.rows.append(step)
 
     def _look_at(
@@ -279,9 +304,24 @@ class DeferredAdam(RowOptimizer):
     def _begin_rows(self, step: RowStep, group: Group) -> RowUpdate:
         param, state = step.param, self.state[step.param]
         self._forget_strangers()
-        deferral = self._deferrals.begin(param, state, step.gradient.lead, step.count - 1, group)
+        has_history = "exp_avg" in state
+        self._conform(step, group, step.gradient.lead)
+        if has_history and step.scalars.kept.amsgrad:
+            raise_maximum(state, float(group["betas"][1]))
+        deferral = self._deferrals.begin(
+            param, state, step.gradient.lead, step.count - 1, group, step.scalars.kept
+        )  # fmt: skip
         at, notes = admit_state(param, state), deferral.notes_for(step.count)
-        return admit(param, state, step.gradient, at, step.scalars, notes, step.count)
+        return admit(param, state, step.gradient, at, step.scalars, notes, step.count, self._extent(step))
+
+    def _prepare(self, updates: Sequence[RowUpdate], backend: Backend) -> None:
+        for update in updates:
+            deferral = self._deferrals[update.param]
+            deferral.watch()  # before anything can wait
+            # A gradient of all rows came dense: what it does not concern may wait still.
+            names_all = len(update.gradient.rows) >= deferral.row_count
+            if names_all or self.allow_stale or deferral.wrapper() is not None:
+                deferral.catch_up(update.gradient.rows, backend)
 
     def _forget_strangers(self) -> None:
         """Settle and let go of tables that are in no group any more, as one that was replaced by a longer one."""
@@ -292,10 +332,6 @@ class DeferredAdam(RowOptimizer):
     def _counter(self, updates: Sequence[RowUpdate], group: Group, backend: Backend) -> Callable[[Outcome], None]:
         rate, self._backend = _rate(group), backend
         deferrals = [self._deferrals[update.param] for update in updates]
-        for deferral, update in zip(deferrals, updates, strict=True):
-            deferral.watch()  # before anything can wait
-            if self.allow_stale or deferral.wrapper() is not None:
-                deferral.catch_up(update.gradient.rows, backend)
 
         def count(outcome: Outcome) -> None:
             for deferral, update in zip(deferrals, updates, strict=True):
@@ -381,6 +417,10 @@ class DeferredAdamW(DeferredAdam):
         fused: bool | None = None,
         decoupled_weight_decay: bool = True,
         allow_stale: bool = False,
+        second_moment: str = "element",
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
     ) -> None:
         super().__init__(
             params,
@@ -396,7 +436,19 @@ class DeferredAdamW(DeferredAdam):
             fused=fused,
             decoupled_weight_decay=decoupled_weight_decay,
             allow_stale=allow_stale,
+            second_moment=second_moment,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
+            seed=seed,
         )
+
+
+def _is_kept_by_row(state: State, group: Group, param: Tensor) -> bool:
+    """Whether this state is one that torch's Adam cannot step, because it has been a table's."""
+    if "exp_avg_sq_row" in state:
+        return True
+    asked_for = group["state_dtype"]
+    return asked_for not in (None, param.dtype) and "exp_avg" in state and state["exp_avg"].dtype == asked_for
 
 
 def _row_count(param: Tensor) -> int:

@@ -30,7 +30,11 @@ from . import SEMANTICS, internals
 _HERE = Path(__file__).parent
 
 # What a kernel is made of: also the text of the rule, and constants of the schedule.
-SOURCES = (*sorted(_HERE.glob("*.py")), _HERE.parent / "_schedule.py", _HERE.parent / "_rules" / "adam.py")
+SOURCES = (
+    *sorted(_HERE.glob("*.py")),
+    _HERE.parent / "_schedule.py",
+    *(_HERE.parent / "_rules" / name for name in ("adam.py", "rounding.py")),
+)
 
 _CHECKSUM = hashlib.sha256
 _CHECKSUM_SIZE = _CHECKSUM().digest_size

@@ -53,6 +53,31 @@ def narrow(typing_context, number, like):
 
 
 @intrinsic
+def narrow_by(typing_context, number, like, bits):
+    """``narrow``, rounded up or down as the lower 16 of these random bits say; see ``_rules/rounding.py``.
+
+    What is not stored in 16 bits is not rounded at random.
+    """
+
+    def codegen(context, builder, signature, arguments):
+        if like.dtype not in (types.int16, types.uint16):
+            return context.cast(builder, arguments[0], number, like.dtype)
+        single = context.cast(builder, arguments[0], number, types.float32)
+        random = builder.and_(context.cast(builder, arguments[2], bits, types.uint32), _I32(0xFFFF))
+        if like.dtype == types.int16:
+            return half.narrow(context, builder, half.rounded_by(builder, single, random))
+        exact = builder.bitcast(single, _I32)
+        rounded = builder.lshr(builder.add(exact, random), _I32(16))
+        # What is added could carry infinity into NaN, and a NaN's payload into infinity.
+        is_nan = builder.fcmp_unordered("uno", single, single)
+        is_finite = builder.icmp_unsigned("!=", builder.and_(exact, _I32(0x7F800000)), _I32(0x7F800000))
+        otherwise = builder.select(is_nan, _I32(0x7FC0), builder.lshr(exact, _I32(16)))
+        return builder.trunc(builder.select(is_finite, rounded, otherwise), _I16)
+
+    return like.dtype(number, like, bits), codegen
+
+
+@intrinsic
 def optional_number(typing_context, number, like):
     """A number as the element type of ``like``; None stays None."""
     result = types.none if isinstance(number, types.NoneType) else like.dtype

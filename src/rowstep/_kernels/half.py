@@ -22,6 +22,7 @@ _SIGN = 0x8000
 _BIAS = (127 - 15) << 23
 _SMALLEST_NORMAL = (127 - 14) << 23
 _BEYOND_LARGEST = (127 + 16) << 23
+_LARGEST = _BEYOND_LARGEST - (1 << 13)
 
 
 def widen(context, builder, half):
@@ -36,6 +37,27 @@ def narrow(context, builder, single):
     if has_instructions(context):
         return builder.bitcast(builder.fptrunc(single, ir.HalfType()), _I16)
     return narrow_bits(builder, single)
+
+
+def rounded_by(builder, single, random):
+    """A float32 that a half can hold, above or below this one, as 16 random bits say.
+
+    From the largest half on there is nothing above that a half could hold: that is left to ``narrow``.
+    """
+    bits = builder.bitcast(single, _I32)
+    magnitude = builder.and_(bits, _I32(0x7FFFFFFF))
+    # A normal half has 13 bits less.
+    normal = builder.and_(builder.add(bits, builder.and_(random, _I32(0x1FFF))), _I32(~0x1FFF & 0xFFFFFFFF))
+    # Below them halves are whole multiples of 2**-24.
+    multiple = builder.fmul(builder.bitcast(magnitude, _FLOAT), _FLOAT(2.0**24))
+    lifted = builder.fadd(multiple, builder.fmul(builder.uitofp(random, _FLOAT), _FLOAT(2.0**-16)))
+    is_small = builder.icmp_unsigned("<", magnitude, _I32(_SMALLEST_NORMAL))
+    whole = builder.fptosi(builder.select(is_small, lifted, _FLOAT(0.0)), _I32)  # of what it cannot hold: undefined
+    subnormal = builder.bitcast(builder.fmul(builder.sitofp(whole, _FLOAT), _FLOAT(2.0**-24)), _I32)
+    subnormal = builder.or_(subnormal, builder.and_(bits, _I32(_SIGN << 16)))
+    is_beyond = builder.icmp_unsigned(">=", magnitude, _I32(_LARGEST))
+    result = builder.select(is_small, subnormal, builder.select(is_beyond, bits, normal))
+    return builder.bitcast(result, _FLOAT)
 
 
 def has_instructions(context: Any) -> bool:

@@ -133,6 +133,17 @@ def only_if(typing_context, is_there, value):
 
 
 @intrinsic
+def unless(typing_context, is_there):
+    """True where ``is_there`` is None, and None elsewhere: of two branches that exclude each other, Numba drops one."""
+    result = types.boolean if isinstance(is_there, types.NoneType) else types.none
+
+    def codegen(context, builder, signature, arguments):
+        return context.get_dummy_value() if result is types.none else context.get_constant(types.boolean, True)
+
+    return result(is_there), codegen
+
+
+@intrinsic
 def has_type_of(typing_context, array, other):
     """Whether two arrays have the same element type: a constant, so that LLVM drops the branch that does not apply."""
     same = array.dtype == other.dtype

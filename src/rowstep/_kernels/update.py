@@ -1,6 +1,7 @@
 """Visits of the walk: a step of the rule for each row, and whether a row's gradient is finite.
 
-Each row's p, m and v are read and written once, in one fused loop, with each operation rounded on its own.
+Each row's p, m and v are read and written once, in one fused loop, with each operation rounded on its own. With a
+second moment per row there is a loop before it, over the gradient alone, for the mean of its squares.
 
 An option that is off arrives as None. Numba types None apart and drops the branches that test for it, so every
 combination of options is a kernel of its own, compiled when it is first used.
@@ -19,7 +20,7 @@ from numba import njit
 from .._rules import adam
 from . import INLINE
 from .cache import kernel
-from .floats import narrow, optional_number, widen
+from .floats import optional_number, widen
 from .memory import (
     CACHE_LINE,
     address_of,
@@ -32,33 +33,40 @@ from .memory import (
     optional_row_at,
     prefetch,
     row_at,
+    unless,
 )
+from .norm import sum_of_squares
 from .pool import OverThreads
+from .rounding import WORDS, state_key, stored_first, stored_second, weights_key
 from .walk import COLUMNS, JOB_WORDS, ROW_COUNT, ask_for_nothing, over_gradient, piece_of
 
-# The words of a job that say where a table and its state are, and the note that its rows get; the scalars follow them.
-P_AT, M_AT, V_AT, U_AT, COUNTS_AT, NOTES_AT, NOTE = range(8, 15)
-SCALARS = 15
-BETA1, BETA2, EPS, STEP_SIZE, SHRINK, DECAY = range(6)
+# The words of a job that say where a table and its state are, and the note that its rows get. Those of `rounding`
+# follow them, and then the scalars.
+P_AT, M_AT, V_AT, U_AT, COUNTS_AT, NOTES_AT, NOTE, COLUMN_ROOTS_AT, ROUNDING = range(8, 17)
+SCALARS = ROUNDING + WORDS
+BETA1, BETA2, EPS, STEP_SIZE, SHRINK, DECAY, ROW_SCALE = range(7)
 
 # How many cache lines to have under way of the tables; see walk.py for those of the gradient.
 _TABLE_LINES_AHEAD = 48
 
 rule = njit(**INLINE)(adam.update)
+averaged = njit(**INLINE)(adam.averaged)
 corrections = njit(**INLINE)(adam.corrections)
 
 
 @kernel
 def update_part(
-    part, totals, skipped, jobs, pieces, keys_at, spare_at, p_like, m_like, g_like,
-    amsgrad, counted, noted, maximize, shrink, decay, as_dense, skip_nonfinite,
+    part, totals, skipped, jobs, pieces, keys_at, spare_at, p_like, m_like, v_like, g_like,
+    momentum, by_row, factored, amsgrad, counted, noted, maximize, shrink, decay, as_dense, skip_nonfinite,
+    rounds_state, rounds_weights,
 ):  # fmt: skip
     """Step the rows of one part of the jobs; leave in ``skipped[part]`` how many were left out.
 
     Duplicates are summed in the part's row of ``totals``.
     """
     total_at = address_of(totals) + part * totals.shape[1] * totals.itemsize
-    like, p_like, m_like, g_like = borrowed(totals), borrowed(p_like), borrowed(m_like), borrowed(g_like)
+    like, p_like, g_like = borrowed(totals), borrowed(p_like), borrowed(g_like)
+    m_like, v_like = borrowed(m_like), borrowed(v_like)
     jobs, pieces = borrowed(jobs), borrowed(pieces)
     first, last = (0, jobs.size // JOB_WORDS) if pieces.size == 0 else (pieces[1 + part], pieces[2 + part])
     left_out = np.int64(0)
@@ -66,13 +74,18 @@ def update_part(
         job, low, high, keys_from = piece_of(number, jobs, pieces)
         columns = job[COLUMNS]
         p_bytes, m_bytes = columns * p_like.itemsize, columns * m_like.itemsize
-        places = (job[P_AT], job[M_AT], job[V_AT], p_bytes, m_bytes, columns, p_like, m_like)
-        scalars = float64s_at(address_of(job) + SCALARS * 8, 6)
-        options = (amsgrad, counted, noted, maximize, shrink, decay, as_dense, skip_nonfinite)
-        rows_ahead = _TABLE_LINES_AHEAD // ((p_bytes + 2 * m_bytes) // CACHE_LINE + 1) + 1
+        v_columns = np.int64(1) if is_there(by_row) else columns
+        v_bytes = v_columns * v_like.itemsize
+        places = (job[P_AT], job[M_AT], job[V_AT], p_bytes, m_bytes, v_bytes, columns, v_columns, total_at)
+        types = (p_like, m_like, v_like, like)
+        scalars = float64s_at(address_of(job) + SCALARS * 8, 7)
+        second = (momentum, by_row, factored, amsgrad, rounds_state, rounds_weights)
+        options = (counted, noted, maximize, shrink, decay, as_dense, skip_nonfinite)
+        row_bytes = p_bytes + v_bytes + (m_bytes if is_there(momentum) else np.int64(0))
+        rows_ahead = _TABLE_LINES_AHEAD // (row_bytes // CACHE_LINE + 1) + 1
         left_out = over_gradient(
             job, low, high, keys_from, keys_at, spare_at, total_at, like, g_like,
-            rows_ahead, ask_for_row, step_row, (places, job, scalars, options), left_out,
+            rows_ahead, ask_for_row, step_row, (places, types, job, scalars, second, options), left_out,
         )  # fmt: skip
     skipped[part] = left_out
 
@@ -82,28 +95,35 @@ update = OverThreads(update_part)
 
 @njit(**INLINE)
 def ask_for_row(row, table):
-    p_at, m_at, v_at, p_bytes, m_bytes, _, _, _ = table[0]
+    p_at, m_at, v_at, p_bytes, m_bytes, v_bytes, _, _, _ = table[0]
     prefetch(p_at + row * p_bytes, p_bytes)
-    prefetch(m_at + row * m_bytes, m_bytes)
-    prefetch(v_at + row * m_bytes, m_bytes)
+    if is_there(table[4][0]):
+        prefetch(m_at + row * m_bytes, m_bytes)
+    prefetch(v_at + row * v_bytes, v_bytes)
 
 
 @njit(**INLINE)
 def step_row(row, g, table, left_out):
     """Step one row, and count it if it is left out."""
-    places, job, scalars, options = table
-    amsgrad, counted, noted, maximize, shrink, decay, as_dense, skip_nonfinite = options
+    places, types, job, scalars, second, options = table
+    momentum, by_row, factored, amsgrad, rounds_state, rounds_weights = second
+    counted, noted, maximize, shrink, decay, as_dense, skip_nonfinite = options
     if is_left_out(g, skip_nonfinite):
         return left_out + 1
-    p_at, m_at, v_at, p_bytes, m_bytes, columns, p_like, m_like = places
+    p_at, m_at, v_at, p_bytes, m_bytes, v_bytes, columns, v_columns, total_at = places
+    p_like, m_like, v_like, like = types
     step_size, eps = count_row(job[COUNTS_AT], row, scalars, counted, as_dense)
-    update_row(
-        row_at(p_at + row * p_bytes, columns, p_like),
-        row_at(m_at + row * m_bytes, columns, m_like),
-        row_at(v_at + row * m_bytes, columns, m_like),
-        optional_row_at(amsgrad, job[U_AT] + row * m_bytes, columns, m_like),
-        g, scalars[BETA1], scalars[BETA2], eps, step_size,
-        maximize, only_if(shrink, scalars[SHRINK]), only_if(decay, scalars[DECAY]), as_dense,
+    p = row_at(p_at + row * p_bytes, columns, p_like)
+    m = optional_row_at(momentum, m_at + row * m_bytes, columns, m_like)
+    v = row_at(v_at + row * v_bytes, v_columns, v_like)
+    rounding = int64s_at(address_of(job) + ROUNDING * 8, WORDS)
+    m_key, p_key = state_key(row, rounding, rounds_state), weights_key(row, rounding, rounds_weights)
+    shrink, decay = only_if(shrink, scalars[SHRINK]), only_if(decay, scalars[DECAY])
+    u = optional_row_at(amsgrad, job[U_AT] + row * v_bytes, columns, v_like)
+    roots = optional_row_at(factored, job[COLUMN_ROOTS_AT], columns, like)
+    numbers = (scalars[BETA1], scalars[BETA2], eps, step_size, scalars[ROW_SCALE])
+    update_either(
+        p, m, v, u, roots, g, by_row, unless(by_row), numbers, maximize, shrink, decay, as_dense, m_key, p_key, total_at
     )  # fmt: skip
     if is_there(noted):
         int32s_at(job[NOTES_AT] + row * 4, 1)[0] = job[NOTE]
@@ -111,7 +131,24 @@ def step_row(row, g, table, left_out):
 
 
 @njit(**INLINE)
-def update_row(p, m, v, u, g, beta1, beta2, eps, step_size, maximize, shrink, decay, as_dense):
+def update_either(
+    p, m, v, u, roots, g, by_row, by_element, numbers, maximize, shrink, decay, as_dense, m_key, p_key, total_at
+):
+    """The rule for one row, with a second moment for each number or for the row."""
+    beta1, beta2, eps, step_size, row_scale = numbers
+    if by_element is not None:
+        update_row(
+            p, m, v, u, g, beta1, beta2, eps, step_size, maximize, shrink, decay, as_dense, m_key, p_key
+        )  # fmt: skip
+    if by_row is not None:
+        update_by_row(
+            p, m, v, roots, decayed_gradient(g, p, maximize, decay, total_at),
+            beta1, beta2, eps, step_size, row_scale, maximize, shrink, as_dense, m_key, p_key,
+        )  # fmt: skip
+
+
+@njit(**INLINE)
+def update_row(p, m, v, u, g, beta1, beta2, eps, step_size, maximize, shrink, decay, as_dense, m_key, p_key):
     """The rule, for one row. ``g`` has the type computed with."""
     number = g.dtype.type
     one_minus_beta1, beta2, one_minus_beta2 = number(1 - beta1), number(beta2), number(1 - beta2)
@@ -122,13 +159,57 @@ def update_row(p, m, v, u, g, beta1, beta2, eps, step_size, maximize, shrink, de
         if u is not None:
             u_c = widen(u[c], g)
         p_c, m_c, v_c, u_c = rule(
-            widen(p[c], g), widen(m[c], g), widen(v[c], g), u_c, g[c],
+            widen(p[c], g), widen(m[c], g), widen(v[c], g), u_c, g[c], None,
             one_minus_beta1, beta2, one_minus_beta2, eps, step_size, maximize, shrink, decay, as_dense,
             math.sqrt, maximum,
         )  # fmt: skip
-        p[c], m[c], v[c] = narrow(p_c, p), narrow(m_c, m), narrow(v_c, v)
+        p[c] = stored_first(p_c, p, p_key, c)
+        m[c], v[c] = stored_first(m_c, m, m_key, c), stored_second(v_c, v, m_key, c)
         if u is not None:
-            u[c] = narrow(u_c, u)
+            u[c] = stored_second(u_c, u, m_key, c)  # by the bits of v, whose maximum it is
+
+
+@njit(**INLINE)
+def update_by_row(p, m, v, roots, g, beta1, beta2, eps, step_size, row_scale, maximize, shrink, as_dense, m_key, p_key):
+    """The rule with a second moment per row, v[0]; ``roots`` are the square roots of the columns' where there are any.
+
+    v[0] times ``row_scale`` then stands for r_i / s.
+    """
+    number = g.dtype.type
+    one_minus_beta1, eps, step_size = number(1 - beta1), number(eps), number(step_size)
+    shrink = optional_number(shrink, g)
+    square = number(sum_of_squares(g) / max(g.size, 1))
+    second = averaged(widen(v[0], g), square, number(beta2), number(1 - beta2), as_dense)
+    v[0] = stored_first(second, v, None, 0)
+    root = math.sqrt(second) if roots is None else number(math.sqrt(np.float64(second) * row_scale))
+    for c in range(p.size):
+        m_c, root_c = None, root
+        if m is not None:
+            m_c = widen(m[c], g)
+        if roots is not None:
+            root_c = root * roots[c]
+        p_c, m_c, _, _ = rule(
+            widen(p[c], g), m_c, None, None, g[c], root_c,
+            one_minus_beta1, None, None, eps, step_size, maximize, shrink, None, as_dense,
+            math.sqrt, maximum,
+        )  # fmt: skip
+        p[c] = stored_first(p_c, p, p_key, c)
+        if m is not None:
+            m[c] = stored_first(m_c, m, m_key, c)
+
+
+@njit(**INLINE)
+def decayed_gradient(g, p, maximize, decay, total_at):
+    """The gradient with L2 weight decay in it: its squares are needed before the rule comes to it.
+
+    If the rule is going to turn it around, the decay is turned around here.
+    """
+    if decay is None:
+        return g
+    total, factor = row_at(total_at, g.size, g), g.dtype.type(-decay if is_there(maximize) else decay)
+    for c in range(g.size):
+        total[c] = g[c] + factor * widen(p[c], g)
+    return total
 
 
 @njit(**INLINE)
@@ -199,7 +280,9 @@ def step_part(part, totals, p, m, v, g, beta1, beta2, eps, step_size, shrink, de
         p_here = row_at(address_of(p) + here * p.itemsize, size, p)
         m_here = row_at(address_of(m) + here * m.itemsize, size, m)
         v_here = row_at(address_of(v) + here * v.itemsize, size, v)
-        update_row(p_here, m_here, v_here, None, total, beta1, beta2, eps, step_size, None, shrink, decay, True)
+        update_row(
+            p_here, m_here, v_here, None, total, beta1, beta2, eps, step_size, None, shrink, decay, True, None, None
+        )
         here += size
 
 

@@ -66,7 +66,11 @@ def step_rows(
         keys.spare_at,
         _like(p),
         _like(m),
+        _like(v),
         _like(g),
+        True,  # a first moment
+        None,  # a second moment per row
+        None,  # and per column
         None,  # amsgrad's maximum
         None,  # counts of each row's steps
         None,  # notes beside each row
@@ -75,6 +79,8 @@ def step_rows(
         None if scalars.decay is None else True,
         True,  # torch.optim.Adam's rule
         None,  # rows skipped that are not finite
+        None,  # moments rounded at random
+        None,  # weights rounded at random
     )
 
 

@@ -30,9 +30,11 @@ from torch.distributed.tensor import DTensor, zeros
 from .._layout import RowOrder
 from .._optimizer import RowOptimizer
 from .._part import ROW_ORDER
-from .._state import OPTIONAL, row_slots
+from .._state import BY_ROW, OF_MOMENTS, row_slots
 from . import _exchange
 from ._plan import Blocks
+
+_SECOND_MOMENTS = tuple(name for name in OF_MOMENTS if name.startswith("exp_avg_sq"))
 
 _ALONE = "torch.distributed is disabled, unavailable or uninitialized"  # what torch warns of in a single process
 
@@ -53,9 +55,9 @@ def load(
     number of ranks, or unsharded. You can pass state dicts instead, as to torch's own ``load``. An entry missing from
     the checkpoint raises, or stays unchanged with ``allow_partial_load``.
 
-    Optimizers need not have stepped yet. State that the checkpoint's options need (``row_step``, ``max_exp_avg_sq``) is
-    loaded even if the optimizer was created with other options. If the checkpoint has no ``row_step``, the counts start
-    from the history that the moments show.
+    Optimizers need not have stepped yet. State that the checkpoint's options need (``row_step``, ``max_exp_avg_sq``, a
+    second moment per row) is loaded even if the optimizer was created with other options. If the checkpoint has no
+    ``row_step``, the counts start from the history that the moments show.
     """
     if storage_reader is None:
         if checkpoint_id is None:
@@ -107,6 +109,7 @@ class _Planner(DefaultLoadPlanner):
         super().set_up_planner(state_dict, metadata, is_coordinator)
         assert metadata is not None
         self._own: dict[str, RowOrder] = {}
+        self._dropped: dict[str, Tensor] = {}
         for key in [key for key in self.state_dict if key.split(".")[-1] == ROW_ORDER]:
             self._own[_place(key)] = RowOrder(*self.state_dict.pop(key).tolist())  # ours stays; only rows are read
         for key in self._unsaid_options(metadata):
@@ -117,8 +120,8 @@ class _Planner(DefaultLoadPlanner):
             if isinstance(written, TensorStorageMetadata) and isinstance(value, (int, float)):
                 self.state_dict[key] = torch.zeros(written.size, dtype=written.properties.dtype)
                 _put(self.original_state_dict, self.mappings[key], self.state_dict[key])
-        for key in [key for key in self.state_dict if key.endswith(".exp_avg")]:
-            self._match_slots(_place(key), metadata)
+        for key in [key for key in self.state_dict if key.rpartition(".")[2] in _SECOND_MOMENTS]:
+            self._match_slots(key, metadata)
 
     def _unsaid_options(self, metadata: Metadata) -> list[str]:
         """Options that a group in the checkpoint lacks, as torch's own lack ours: those stay as they are."""
@@ -132,19 +135,39 @@ class _Planner(DefaultLoadPlanner):
             and any(part == "param_groups" or str(part).startswith("param_groups.") for part in path)
         ]
 
-    def _match_slots(self, place: str, metadata: Metadata) -> None:
-        """Have the slots of this state that the checkpoint has: they depend on options, which it brings too."""
-        for name in OPTIONAL:
-            key, beside = f"{place}.{name}", f"{place}.exp_avg"
+    def _match_slots(self, beside: str, metadata: Metadata) -> None:
+        """Have the slots that the checkpoint has in the state of this second moment.
+
+        They depend on options, which the checkpoint brings too.
+        """
+        place, _, own_name = beside.rpartition(".")
+        *way, last = self.mappings[beside]
+        for name in (*OF_MOMENTS, "row_step"):
+            key, path = f"{place}.{name}", (*way, str(last).removesuffix(own_name) + name)
             written = metadata.state_dict_metadata.get(key)
-            path = (*self.mappings[beside][:-1], str(self.mappings[beside][-1]).removesuffix("exp_avg") + name)
             if key not in self.state_dict and isinstance(written, TensorStorageMetadata):
-                self.state_dict[key] = _zeros_beside(self.state_dict[beside], written)
+                by_row = name in BY_ROW
+                self.state_dict[key] = _zeros_beside(self._tensor(beside), written, cut=by_row)
                 self.mappings[key] = path
                 _put(self.original_state_dict, path, self.state_dict[key])
-            elif name == "row_step" and key in self.state_dict and written is None and not self.allow_partial_load:
-                # Whoever wrote this did not count rows. Without counts, they begin with the history of the moments.
-                _put(self.original_state_dict, path, torch.zeros_like(self.state_dict.pop(key)))
+            elif key in self.state_dict and written is None and not self.allow_partial_load:
+                if name == "row_step":
+                    # Whoever wrote this did not count rows. Without counts, they begin with the history of the moments.
+                    _put(self.original_state_dict, path, torch.zeros_like(self.state_dict.pop(key)))
+                elif self._is_kept_otherwise(place, metadata):
+                    self._dropped[key] = self.state_dict.pop(key)
+                    _drop(self.original_state_dict, path)
+
+    def _tensor(self, key: str) -> Tensor:
+        """A tensor of a state here, even if the checkpoint has none like it."""
+        tensor: Tensor = self._dropped[key] if key in self._dropped else self.state_dict[key]
+        return tensor
+
+    def _is_kept_otherwise(self, place: str, metadata: Metadata) -> bool:
+        """Whether the checkpoint has a second moment of another kind than the state here: then theirs is loaded."""
+        own = {name for name in _SECOND_MOMENTS if f"{place}.{name}" in {*self.state_dict, *self._dropped}}
+        written = {name for name in OF_MOMENTS if f"{place}.{name}" in metadata.state_dict_metadata}
+        return bool(written & {*_SECOND_MOMENTS}) and (own != written & {*_SECOND_MOMENTS} or "exp_avg" not in written)
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
@@ -209,9 +232,9 @@ class _Planner(DefaultLoadPlanner):
         local[(positions[kept] - mine.start).to(local.device)] = tensor[kept].to(local.device)
 
 
-def _zeros_beside(beside: Tensor, written: TensorStorageMetadata) -> Tensor:
-    """A place for what was written, on the device of a tensor of the same parameter, and cut as that one is."""
-    if isinstance(beside, DTensor):
+def _zeros_beside(beside: Tensor, written: TensorStorageMetadata, *, cut: bool) -> Tensor:
+    """A place for what was written, on the device of a tensor of the same parameter; ``cut`` as that one is."""
+    if cut and isinstance(beside, DTensor):
         return zeros(
             written.size, dtype=written.properties.dtype, device_mesh=beside.device_mesh, placements=beside.placements
         )
@@ -224,6 +247,14 @@ def _local_block(value: Tensor) -> tuple[Tensor, range]:
         return value.detach(), range(len(value))
     mesh = value.device_mesh
     return value.to_local().detach(), Blocks(len(value), mesh.size()).of(mesh.get_local_rank())
+
+
+def _drop(nested: Any, path: Sequence[Any]) -> None:
+    """Remove an element of nested dicts and lists."""
+    *way, last = path
+    for key in way:
+        nested = nested[key]
+    nested.pop(last, None)
 
 
 def _put(nested: Any, path: Sequence[Any], value: object) -> None:

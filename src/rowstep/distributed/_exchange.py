@@ -208,6 +208,11 @@ class GroupPeers:
             _raise_everywhere(failure, self.group)
         return [number for _, number in reports]
 
+    def sum(self, local: Tensor) -> Tensor:
+        """The sum of every rank's tensor of this shape, added in the order of ranks: the same bits on all."""
+        gathered = gather_everywhere(local.to(_device_for(self.group)), self.group)
+        return torch.stack(gathered).sum(dim=0).to(local.device)
+
 
 def gather_everywhere(local: Tensor, group: ProcessGroup) -> list[Tensor]:
     """Every rank's tensor of this shape and dtype, in the order of ranks."""

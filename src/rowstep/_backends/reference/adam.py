@@ -14,9 +14,11 @@ from torch import Tensor
 from ..._gradient import RowGradient
 from ..._rules import adam
 from ..._rules.adam import Scalars
-from ..._state import compute_dtype
+from ..._state import State, compute_dtype
+from ..columns import Columns, Sums
 from ..gate import RowUpdate
 from ..outcome import Outcome
+from .rounding import Noise
 
 
 def first_outside(rows: Tensor, row_count: int) -> int | None:
@@ -44,15 +46,9 @@ def norm(gradient: RowGradient, power: float) -> float:
 
 def update(updates: Sequence[RowUpdate], outcome: Outcome) -> None:
     """Step the rows that the gradient of a single update names, in place."""
-    ((param, state, gradient, scalars, notes, _, _),) = updates
-    dtype = compute_dtype(param.dtype, state["exp_avg"].dtype, gradient.values.dtype)
-    rows, g = _sum_duplicates(gradient, dtype)
-    skipped = 0
-    if scalars.skip_nonfinite:
-        finite = g.isfinite().all(dim=1)
-        skipped = len(rows) - int(finite.sum())
-        rows, g = rows[finite], g[finite]
-
+    ((param, state, gradient, scalars, notes, _, _, extent, columns),) = updates
+    dtype = _dtype_of(param, state, gradient)
+    rows, g, skipped = _finite_rows(gradient, scalars, dtype)
     table = RowsOf(gradient.lead, rows)
     changes: list[tuple[Tensor, Tensor]] = []
     step_size: float | Tensor = scalars.step_size
@@ -61,20 +57,79 @@ def update(updates: Sequence[RowUpdate], outcome: Outcome) -> None:
         count = table.read(state["row_step"], torch.int64) + 1
         changes.append((state["row_step"], count))
         step_size, eps = _corrected_by(count, scalars, dtype)
-    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if scalars.amsgrad else ("exp_avg", "exp_avg_sq")
-    places = [param, *(state[name] for name in names)]
-    before = [table.read(place, dtype) for place in places]
-    p, m, v, *u = before
+    places = [state.get(name) for name in _slots_of(scalars)]
+    p, (m, v, u) = table.read(param, dtype), (None if place is None else table.read(place, dtype) for place in places)
+    root = None
+    if scalars.kept.second != "element":
+        r = _rows_second_moment(p, table.read(state["exp_avg_sq_row"], dtype), g, scalars)
+        changes.append((state["exp_avg_sq_row"], r))
+        root = r.sqrt() if columns is None else _factored_root(r, columns, dtype)
     after = adam.update(
-        p, m, v, u[0] if u else None, g,
+        p, m, v, u, g, root,
         1 - scalars.beta1, scalars.beta2, 1 - scalars.beta2, eps, step_size,
         scalars.maximize or None, scalars.shrink, scalars.decay, scalars.as_dense or None,
         torch.sqrt, torch.maximum,
     )  # fmt: skip
-    changes += zip(places, after, strict=False)
+    noise = Noise(scalars.key, extent, rows, gradient.columns)
+    if scalars.rounds_weights:
+        after = (noise.rounded_weights(after[0], param.dtype), *after[1:])
+    if scalars.rounds_state:
+        after = (after[0], *noise.rounded_moments(*after[1:], dtype=scalars.kept.dtype))
+    changes += [(place, new) for place, new in zip((param, *places), after, strict=True) if place is not None]
     if notes is not None:
         changes.append((notes.tensor, torch.full_like(rows, notes.note)))
     table.write(changes, outcome, skipped)
+
+
+def _slots_of(scalars: Scalars) -> tuple[str, str, str]:
+    """The names of m, v and u in a state; of what the rule does not have, one that is in no state."""
+    kept = scalars.kept
+    return (
+        "exp_avg" if kept.first else "",
+        "exp_avg_sq" if kept.second == "element" else "",
+        "max_exp_avg_sq" if scalars.kept.amsgrad else "",
+    )
+
+
+def _dtype_of(param: Tensor, state: State, gradient: RowGradient) -> torch.dtype:
+    moments = (state[name].dtype for name in ("exp_avg", "exp_avg_sq", "exp_avg_sq_row") if name in state)
+    return compute_dtype(param.dtype, gradient.values.dtype, *moments)
+
+
+def _finite_rows(gradient: RowGradient, scalars: Scalars, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
+    """The distinct rows that are to be stepped, their summed gradients, and how many are left out."""
+    rows, g = _sum_duplicates(gradient, dtype)
+    if not scalars.skip_nonfinite:
+        return rows, g, 0
+    finite = g.isfinite().all(dim=1)
+    return rows[finite], g[finite], len(rows) - int(finite.sum())
+
+
+def _rows_second_moment(p: Tensor, r: Tensor, g: Tensor, scalars: Scalars) -> Tensor:
+    """The second moment of each row after the step, as a column of numbers."""
+    if scalars.decay is not None:
+        g = (-g if scalars.maximize else g) + scalars.decay * p
+    square = g.double().square().mean(dim=1, keepdim=True).to(g.dtype)
+    after: Tensor = adam.averaged(r, square, scalars.beta2, 1 - scalars.beta2, scalars.as_dense or None)
+    return after
+
+
+def _factored_root(r: Tensor, columns: Columns, dtype: torch.dtype) -> Tensor:
+    return (r.double() * columns.row_scale).sqrt().to(dtype) * columns.column.flatten().to(dtype).sqrt()
+
+
+def column_sums(update: RowUpdate, rest: float) -> Sums:
+    """The sums over a gradient that a factored second moment needs."""
+    param, state, gradient, scalars, *_ = update
+    dtype = _dtype_of(param, state, gradient)
+    rows, g, _ = _finite_rows(gradient, scalars, dtype)
+    table, slot = RowsOf(gradient.lead, rows), state["exp_avg_sq_row"]
+    p, before = table.read(param, dtype), table.read(slot, dtype)
+    after = _rows_second_moment(p, before, g, scalars).to(slot.dtype)
+    if scalars.decay is not None:
+        g = (-g if scalars.maximize else g) + scalars.decay * p
+    squares = g.double().square().sum(dim=0)
+    return Sums(squares, len(rows), float(before.double().sum()), float(after.double().sum()), rest)
 
 
 def _sum_duplicates(gradient: RowGradient, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

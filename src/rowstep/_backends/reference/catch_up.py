@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ..._schedule import DUST_OF_EPS, EBAR, M0, M2, M3, M4, M5, SAFE, Schedule
-from ..._state import State, compute_dtype
+from ..._state import compute_dtype
 from ..gate import LateRows, Place
 from ..outcome import Outcome
 from .adam import RowsOf, first_outside
+from .rounding import Noise
 
 _ROWS_AT_ONCE = 1 << 16
 
@@ -20,7 +21,7 @@ _ROWS_AT_ONCE = 1 << 16
 @torch.no_grad()
 def catch_up(late: LateRows, place: Place | None, rows: Tensor | range) -> int | None:
     """Bring these rows of a table and its moments from the steps in their notes to the schedule's."""
-    param, notes, schedule = late.param, late.notes, late.schedule
+    notes, schedule = late.notes, late.schedule
     if isinstance(rows, range):
         rows = torch.arange(rows.start, rows.stop, device=notes.device)
     rows = rows.reshape(-1)
@@ -29,34 +30,48 @@ def catch_up(late: LateRows, place: Place | None, rows: Tensor | range) -> int |
         return outside
     stale = torch.unique(rows[notes.view(-1)[rows] < schedule.step])
     for some in stale.split(_ROWS_AT_ONCE):
-        # .data: autograd's version counter must not see this
-        _catch_up(param.data, late.moments, notes, schedule, some)
+        _catch_up(late, some)
     return None
 
 
-def _catch_up(param: Tensor, state: State, notes: Tensor, schedule: Schedule, rows: Tensor) -> None:
+def _catch_up(late: LateRows, rows: Tensor) -> None:
+    # .data: autograd's version counter must not see this
+    param, state, notes, schedule = late.param.data, late.moments, late.notes, late.schedule
     place = RowsOf(tuple(notes.shape), rows)
-    dtype = compute_dtype(param.dtype, state["exp_avg"].dtype)
+    second = "exp_avg_sq" if late.kept.second == "element" else "exp_avg_sq_row"
+    names = [*(["exp_avg"] if late.kept.first else []), second]
+    dtype = compute_dtype(param.dtype, *(state[name].dtype for name in names))
     start = notes.view(-1)[rows].cpu().numpy().astype(np.int64)
-    table, kept, aged = (torch.from_numpy(array).to(rows.device) for array in schedule.coefficients(start))
-    p, m, v = (place.read(tensor, dtype) for tensor in (param, state["exp_avg"], state["exp_avg_sq"]))
-    divisor = place.read(state["max_exp_avg_sq"], dtype) if schedule.amsgrad else v
-
-    moves = _move_by_series(m, divisor, table.to(dtype), aged.to(dtype))
-    bound = table[:, SAFE : SAFE + 1]
-    unsafe = ((bound > 0) & (divisor <= bound.to(dtype)) & (m != 0)).any(dim=1)
-    for step in np.unique(start[unsafe.cpu().numpy()]).tolist():
-        these = unsafe & torch.from_numpy(start == step).to(unsafe.device)
-        moves[these] = _move_by_terms(m[these], divisor[these], schedule, step)
-
     gaps = schedule.step - start
-    dust = min(torch.finfo(dtype).smallest_normal, schedule.eps * DUST_OF_EPS)
-    p = kept.to(dtype).unsqueeze(1) * p - moves
-    m = _decayed(m, schedule.beta1_powers[gaps])
-    m = m.masked_fill(m.abs() < dust, 0)
+    table, kept, aged = (torch.from_numpy(array).to(rows.device) for array in schedule.coefficients(start))
+    p, v = (place.read(tensor, dtype) for tensor in (param, state[second]))
+    p, m = kept.to(dtype).unsqueeze(1) * p, None
+    if late.kept.first:
+        m = place.read(state["exp_avg"], dtype)
+        divisor = place.read(state["max_exp_avg_sq"], dtype) if schedule.amsgrad else v
+        moves = _move_by_series(m, divisor, table.to(dtype), aged.to(dtype))
+        bound = table[:, SAFE : SAFE + 1]
+        unsafe = ((bound > 0) & (divisor <= bound.to(dtype)) & (m != 0)).any(dim=1)
+        for step in np.unique(start[unsafe.cpu().numpy()]).tolist():
+            these = unsafe & torch.from_numpy(start == step).to(unsafe.device)
+            moves[these] = _move_by_terms(m[these], divisor[these], schedule, step)
+        p = p - moves
+        dust = min(torch.finfo(dtype).smallest_normal, schedule.eps * DUST_OF_EPS)
+        m = _decayed(m, schedule.beta1_powers[gaps])
+        m = m.masked_fill(m.abs() < dust, 0)
     v = _decayed(v, schedule.beta2_powers[gaps])
-    now = torch.full_like(rows, schedule.step)
-    place.write([(param, p), (state["exp_avg"], m), (state["exp_avg_sq"], v), (notes, now)], Outcome())
+    noise = Noise(late.key, late.extent, rows, p.shape[1])
+    if late.rounds_weights:
+        p = noise.rounded_weights(p, param.dtype)
+    if late.kept.is_rounded:
+        m, element_v, _ = noise.rounded_moments(
+            m, v if late.kept.second == "element" else None, None, dtype=late.kept.dtype
+        )
+        v = v if element_v is None else element_v
+    changes = [(param, p), (state[second], v), (notes, torch.full_like(rows, schedule.step))]
+    if m is not None:
+        changes.append((state["exp_avg"], m))
+    place.write(changes, Outcome())
 
 
 def _move_by_series(m: Tensor, divisor: Tensor, table: Tensor, aged: Tensor) -> Tensor:

@@ -1,0 +1,67 @@
+"""Random rounding, as ``_rules/rounding.py`` has it, in plain torch operations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..._rules.rounding import low_word, mix_word, random_bits, row_key, weights_key
+from ..gate import Extent
+
+# How many bits of a float32 a normal number of the dtype lacks.
+_CUT = {torch.bfloat16: 16, torch.float16: 13}
+
+
+class Noise:
+    """The random bits of some rows in one step."""
+
+    def __init__(self, key: int, extent: Extent, rows: Tensor, columns: int) -> None:
+        self._key, self._extent, self._rows, self._columns = key, extent, rows, columns
+
+    def rounded_weights(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        """Weights, each rounded to a neighbour of this dtype."""
+        return rounded(numbers, dtype, self._bits(weights_key(self._row_keys(), low_word, mix_word)))
+
+    def rounded_moments(
+        self, m: Tensor | None, v: Tensor | None, u: Tensor | None, *, dtype: torch.dtype
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Moments per element, each rounded to a neighbour of this dtype. The maximum goes by the bits of v."""
+        bits = self._bits(self._row_keys())
+        m = None if m is None else rounded(m, dtype, bits)
+        v = None if v is None else rounded(v, dtype, bits >> 16)
+        u = None if u is None else rounded(u, dtype, bits >> 16)
+        return m, v, u
+
+    def _row_keys(self) -> Tensor:
+        keys: Tensor = row_key(self._key, _in_table(self._rows, self._extent), low_word, mix_word)
+        return keys
+
+    def _bits(self, keys: Tensor) -> Tensor:
+        columns = torch.arange(self._columns, device=keys.device)
+        bits: Tensor = random_bits(keys.unsqueeze(1), columns, low_word, mix_word)
+        return bits
+
+
+def _in_table(rows: Tensor, extent: Extent) -> Tensor:
+    first, factor, count = extent
+    if factor == 1:
+        return rows + first
+    high, low = divmod(factor, 1 << 21)  # in two halves: the product itself may not fit into 64 bits
+    rows = (rows + first) % count
+    return (((rows * high % count) << 21) % count + rows * low % count) % count
+
+
+def rounded(numbers: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
+    """Numbers rounded up or down to this dtype, as the lower 16 of these random bits say; 32 bits are left alone."""
+    if dtype not in _CUT:
+        return numbers
+    single, random = numbers.float(), bits & 0xFFFF
+    exact = single.view(torch.int32).to(torch.int64)
+    cut = (1 << _CUT[dtype]) - 1
+    result = ((exact + (random & cut)) & ~cut).to(torch.int32).view(torch.float32)
+    if dtype == torch.float16:
+        # Below 2^-14 its numbers are whole multiples of 2^-24.
+        multiple = (single.abs() * 2.0**24 + random.float() * 2.0**-16).floor() * 2.0**-24
+        result = torch.where(single.abs() < 2.0**-14, torch.copysign(multiple, single), result)
+        result = torch.where(single.abs() >= torch.finfo(dtype).max, single, result)  # nothing lies above
+    return torch.where(single.isfinite(), result, single).to(dtype)
