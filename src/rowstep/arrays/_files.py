@@ -20,7 +20,7 @@ from . import _npz, _safetensors
 from ._operands import FloatArray
 from ._replace import replacing
 
-_HEADER = "rowstep.arrays"
+HEADER = "rowstep.arrays"
 _VERSION = 1
 
 Arrays = dict[str, FloatArray]
@@ -40,18 +40,18 @@ def save(path: str | os.PathLike[str], state_dict: Mapping[str, Any]) -> None:
     header = json.dumps({"version": _VERSION, **rest})
     arrays = {f"{name}/{key}": array for name, moments in state_dict["state"].items() for key, array in moments.items()}
     place = Path(os.path.realpath(path))
-    _refuse_what_is_no_file(place, missing_allowed=True)
+    refuse_what_is_no_file(place, missing_allowed=True)
     with replacing(place) as file:
-        form.write(file, {_HEADER: header}, arrays)
+        form.write(file, {HEADER: header}, arrays)
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read what ``save`` wrote."""
     form = _format_of(path)
-    _refuse_what_is_no_file(path)
+    refuse_what_is_no_file(path)
     with open(path, "rb") as file:
         try:
-            return _state_from(*form.read(file))
+            return state_from(*form.read(file))
         except Exception as error:
             # The disk's errors pass as they are, but for the one that stands for an impossible place in the file.
             if isinstance(error, OSError) and error.errno != errno.EINVAL:
@@ -60,14 +60,15 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
             raise ValueError(f"{os.fspath(path)} cannot be read as a state of rowstep.arrays: {reason}") from error
 
 
-def _state_from(texts: dict[str, str], arrays: Arrays) -> dict[str, Any]:
-    if _HEADER not in texts:
-        raise ValueError(f"it has no entry {_HEADER!r}; expected one, as save() writes")
-    header = texts[_HEADER]
+def state_from(texts: dict[str, str], arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict that these texts and arrays are, whatever stands for an array."""
+    if HEADER not in texts:
+        raise ValueError(f"it has no entry {HEADER!r}; expected one, as save() writes")
+    header = texts[HEADER]
     rest = json.loads(header)
     if not isinstance(rest, dict) or rest.pop("version", None) != _VERSION:
         raise ValueError(f"its header is {header[:80]!r}; expected version {_VERSION}")
-    state: dict[str, dict[str, FloatArray]] = {}
+    state: dict[str, dict[str, Any]] = {}
     for key, array in arrays.items():
         name, slash, field = key.rpartition("/")
         if not slash:
@@ -82,7 +83,7 @@ _FORMATS = {
 }
 
 
-def _refuse_what_is_no_file(path: str | os.PathLike[str], *, missing_allowed: bool = False) -> None:
+def refuse_what_is_no_file(path: str | os.PathLike[str], *, missing_allowed: bool = False) -> None:
     """Reading a pipe would wait for ever, and writing would replace a folder or a device."""
     try:
         mode = os.stat(path).st_mode

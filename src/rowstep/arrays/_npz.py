@@ -32,7 +32,7 @@ def read(file: BinaryIO) -> tuple[dict[str, str], dict[str, FloatArray]]:
     texts: dict[str, str] = {}
     arrays: dict[str, FloatArray] = {}
     with zipfile.ZipFile(file) as archive:
-        for info in _checked_members(archive, os.fstat(file.fileno()).st_size):
+        for info in checked_members(archive, os.fstat(file.fileno()).st_size):
             key = info.filename.removesuffix(".npy")
             with archive.open(info) as member:
                 array = _read_array(key, member, info.file_size)
@@ -43,7 +43,7 @@ def read(file: BinaryIO) -> tuple[dict[str, str], dict[str, FloatArray]]:
     return texts, arrays
 
 
-def _checked_members(archive: zipfile.ZipFile, size: int) -> list[zipfile.ZipInfo]:
+def checked_members(archive: zipfile.ZipFile, size: int) -> list[zipfile.ZipInfo]:
     """What the archive holds, once all of it can be in a file of this size."""
     members = archive.infolist()
     seen: set[str] = set()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from typing import Any, BinaryIO
+from collections.abc import Mapping
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -40,6 +41,15 @@ def write(file: BinaryIO, metadata: dict[str, str], arrays: dict[str, FloatArray
 
 def read(file: BinaryIO) -> tuple[dict[str, str], dict[str, FloatArray]]:
     """The metadata and the arrays. Whatever breaks the format is a ValueError; nothing is allocated on its word."""
+    metadata, places = layout(file, {name: dtype.itemsize for name, dtype in _DTYPES.items()})
+    return metadata, {key: _read_array(file, place) for key, place in places.items()}
+
+
+def layout(file: BinaryIO, itemsizes: Mapping[str, int]) -> tuple[dict[str, str], dict[str, Place]]:
+    """The metadata, and where each array lies: all of it inside the file, and none on top of another.
+
+    ``itemsizes`` has the dtypes that are accepted, by the format's names, and how many bytes a number of each takes.
+    """
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(size - 8, _LONGEST_HEADER):
@@ -53,15 +63,16 @@ def read(file: BinaryIO) -> tuple[dict[str, str], dict[str, FloatArray]]:
     metadata = header.pop(_METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError(f"its metadata is {metadata!r}; expected strings")
-    places = {key: _Place(key, entry) for key, entry in header.items()}
-    end = 0
-    for place in sorted(places.values(), key=lambda place: place.span):
-        if place.span[0] != end:
-            raise ValueError(f"{place.key!r} begins at {place.span[0]}; expected {end}, where the array before it ends")
-        end = place.span[1]
-    if 8 + length + end != size:
-        raise ValueError(f"it has {size} bytes; expected {8 + length + end}")
-    return metadata, {key: place.read(file, 8 + length) for key, place in places.items()}
+    places = {key: _place(key, entry, itemsizes, 8 + length) for key, entry in header.items()}
+    end = 8 + length
+    for place in sorted(places.values(), key=lambda place: (place.start, place.nbytes)):
+        if place.start != end:
+            found, expected = place.start - 8 - length, end - 8 - length
+            raise ValueError(f"{place.key!r} begins at {found}; expected {expected}, where the array before it ends")
+        end += place.nbytes
+    if end != size:
+        raise ValueError(f"it has {size} bytes; expected {end}")
+    return metadata, places
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -73,29 +84,36 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-class _Place:
-    """Where one array lies, checked."""
+class Place(NamedTuple):
+    """Where one array lies."""
 
-    def __init__(self, key: str, entry: Any) -> None:
-        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-            raise ValueError(f"{key!r} is {entry!r}; expected dtype, shape and data_offsets")
-        if entry["dtype"] not in _NAMES.values():
-            raise ValueError(f"{key!r} has dtype {entry['dtype']!r}; expected {', '.join(_DTYPES)}")
-        self.key, self.dtype, self.shape = key, _DTYPES[entry["dtype"]], _sizes(key, entry["shape"])
-        offsets = _sizes(key, entry["data_offsets"])
-        self._nbytes = math.prod(self.shape) * self.dtype.itemsize
-        if len(offsets) != 2 or offsets[1] - offsets[0] != self._nbytes:
-            raise ValueError(
-                f"{key!r} has data_offsets {offsets}; expected two, {self._nbytes} bytes apart for shape {self.shape}"
-            )
-        self.span = offsets[0], offsets[1]
+    key: str
+    dtype: str
+    """By the format's name."""
+    shape: tuple[int, ...]
+    start: int
+    """In bytes, from the beginning of the file."""
+    nbytes: int
 
-    def read(self, file: BinaryIO, start: int) -> FloatArray:
-        file.seek(start + self.span[0])
-        array = np.empty(self.shape, self.dtype)
-        if self._nbytes and file.readinto(array.reshape(-1).view(np.uint8).data) != self._nbytes:  # type: ignore[attr-defined]
-            raise ValueError(f"{self.key!r} is truncated; expected {self._nbytes} bytes")
-        return array
+
+def _place(key: str, entry: Any, itemsizes: Mapping[str, int], data_start: int) -> Place:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{key!r} is {entry!r}; expected dtype, shape and data_offsets")
+    if entry["dtype"] not in list(itemsizes):
+        raise ValueError(f"{key!r} has dtype {entry['dtype']!r}; expected {', '.join(itemsizes)}")
+    shape, offsets = _sizes(key, entry["shape"]), _sizes(key, entry["data_offsets"])
+    nbytes = math.prod(shape) * itemsizes[entry["dtype"]]
+    if len(offsets) != 2 or offsets[1] - offsets[0] != nbytes:
+        raise ValueError(f"{key!r} has data_offsets {offsets}; expected two, {nbytes} bytes apart for shape {shape}")
+    return Place(key, entry["dtype"], shape, data_start + offsets[0], nbytes)
+
+
+def _read_array(file: BinaryIO, place: Place) -> FloatArray:
+    file.seek(place.start)
+    array = np.empty(place.shape, _DTYPES[place.dtype])
+    if place.nbytes and file.readinto(array.reshape(-1).view(np.uint8).data) != place.nbytes:  # type: ignore[attr-defined]
+        raise ValueError(f"{place.key!r} is truncated; expected {place.nbytes} bytes")
+    return array
 
 
 def _sizes(key: str, values: Any) -> tuple[int, ...]:
