@@ -64,7 +64,10 @@ def test_unknown_arguments_exit_with_2(line: list[str], capsys: pytest.CaptureFi
     assert "usage: rowstep" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("command", "package"), [("demo", "rich"), ("demo", "matplotlib"), ("bench", "rich")])
+@pytest.mark.parametrize(
+    ("command", "package"),
+    [("demo", "rich"), ("demo", "matplotlib"), ("bench", "rich"), ("inspect x", "rich"), ("inspect x", "matplotlib")],
+)
 def test_missing_extra_is_named_with_the_way_to_install_it(
     command: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,5 +79,5 @@ def test_missing_extra_is_named_with_the_way_to_install_it(
         return real(name, *arguments, **keywords)
 
     monkeypatch.setattr(builtins, "__import__", without_package)
-    assert main([command]) == 1
+    assert main(command.split()) == 1
     assert "pip install 'rowstep[cli]'" in capsys.readouterr().err

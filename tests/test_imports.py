@@ -32,7 +32,7 @@ LAYERS = {
     "deferred": Layer(("_deferred",), may_import=("plain", "tensors", "backends", "core")),
     "public": Layer(("",), may_import=("core", "deferred")),
     "distributed": Layer(("distributed",), may_import=("tensors", "core")),
-    "cli": Layer(("cli",), may_import=("core", "public")),
+    "cli": Layer(("cli",), may_import=("arrays", "tensors", "core", "public")),
 }
 
 NOWHERE = ("unittest", "tests", "benchmarks")

@@ -1,4 +1,5 @@
-"""The command line: `rowstep demo` shows the optimizer at work, `rowstep bench` times it.
+"""The command line: `rowstep demo` shows the optimizer at work, `rowstep bench` times it, `rowstep inspect` shows
+what a checkpoint holds.
 
 Each command is a package with `ABOUT`, `add_arguments(parser)` and `run(arguments) -> exit code`. The commands draw
 with rich and matplotlib, which come with the extra `cli`; nothing else in rowstep needs them.
@@ -10,10 +11,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rowstep.cli import _bench, _demo
+from rowstep.cli import _bench, _demo, _inspect
 from rowstep.cli.extras import MissingExtraError
 
-_COMMANDS = {"demo": _demo, "bench": _bench}
+_COMMANDS = {"demo": _demo, "bench": _bench, "inspect": _inspect}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
