@@ -41,7 +41,7 @@ def test_out_of_memory_in_a_first_step_leaves_no_half_of_a_state(
     made = 0
     zeros_like = _state.zeros_like
 
-    def failing(like: torch.Tensor) -> torch.Tensor:
+    def failing(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         nonlocal made
         made += 1
         if made == at + 1:

@@ -85,7 +85,8 @@ def _second_moment(
             squares = state["exp_avg_sq"].reshape(row.numel(), -1).sum(dim=0, dtype=torch.float64)
             mean = (over_ranks(squares) / max(rows, 1)).to(wide).reshape(columns)
             words.append("'exp_avg_sq' reduced to its mean over each column")
-        new |= {"exp_avg_sq_column": mean, "exp_avg_sq_sum": torch.tensor(total, device=param.device).double()}
+        total = torch.tensor(total, dtype=torch.float64, device=param.device)
+        new |= {"exp_avg_sq_column": mean, "exp_avg_sq_sum": total}
     return new, words
 
 

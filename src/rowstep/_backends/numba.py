@@ -151,6 +151,7 @@ def column_sums(update: RowUpdate, rest: float) -> Sums:
     column_kernels.column_sums(
         parts, _totals(parts, width, dtype, m_dtype, v_dtype, g_dtype), sums, jobs, pieces, keys.at, keys.spare_at,
         _LIKE[dtype], _LIKE[v_dtype], _LIKE[g_dtype],
+        scalars.maximize or None,
         None if scalars.decay is None else True,
         scalars.as_dense or None,
         scalars.skip_nonfinite or None,

@@ -27,7 +27,20 @@ _ROWS_AHEAD = 8
 
 @kernel
 def column_sums_part(
-    part, totals, sums, jobs, pieces, keys_at, spare_at, p_like, v_like, g_like, decay, as_dense, skip_nonfinite
+    part,
+    totals,
+    sums,
+    jobs,
+    pieces,
+    keys_at,
+    spare_at,
+    p_like,
+    v_like,
+    g_like,
+    maximize,
+    decay,
+    as_dense,
+    skip_nonfinite,
 ):
     """Leave in ``sums[part]`` what the rows of this part of a job add to the sums of all columns, and to the others."""
     total_at = address_of(totals) + part * totals.shape[1] * totals.itemsize
@@ -41,7 +54,7 @@ def column_sums_part(
     for number in range(first, last):
         job, low, high, keys_from = piece_of(number, jobs, pieces)
         scalars = float64s_at(address_of(job) + SCALARS * 8, 7)
-        table = (job, scalars, own, total_at, p_like, v_like, (decay, as_dense, skip_nonfinite))
+        table = (job, scalars, own, total_at, p_like, v_like, (maximize, decay, as_dense, skip_nonfinite))
         seen = over_gradient(
             job, low, high, keys_from, keys_at, spare_at, total_at, like, g_like,
             _ROWS_AHEAD, ask_for_moment, add_row, table, seen,
@@ -59,12 +72,12 @@ def ask_for_moment(row, table):
 
 @njit(**INLINE)
 def add_row(row, g, table, seen):
-    job, scalars, own, total_at, p_like, v_like, (decay, as_dense, skip_nonfinite) = table
+    job, scalars, own, total_at, p_like, v_like, (maximize, decay, as_dense, skip_nonfinite) = table
     if is_left_out(g, skip_nonfinite):
         return seen
     number, columns = g.dtype.type, job[COLUMNS]
     p = row_at(job[P_AT] + row * columns * p_like.itemsize, columns, p_like)
-    g = decayed_gradient(g, p, None, only_if(decay, scalars[DECAY]), total_at)
+    g = decayed_gradient(g, p, maximize, only_if(decay, scalars[DECAY]), total_at)
     for c in range(g.size):
         own[c] += np.float64(g[c]) * np.float64(g[c])
     v = row_at(job[V_AT] + row * v_like.itemsize, 1, v_like)
