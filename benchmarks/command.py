@@ -18,6 +18,7 @@ from benchmarks.contenders import DisagreementError
 from benchmarks.deferred import DeferredSuite
 from benchmarks.distributed import DistributedSuite
 from benchmarks.machine import machine
+from benchmarks.memory import MemorySuite
 from benchmarks.sparse import SparseSuite
 from benchmarks.suite import Suite
 from ranks import RankError
@@ -32,6 +33,7 @@ SUITES: dict[str, type[Suite]] = {
     "sparse": SparseSuite,
     "deferred": DeferredSuite,
     "distributed": DistributedSuite,
+    "memory": MemorySuite,
 }
 
 

@@ -145,11 +145,12 @@ def column_sums(update: RowUpdate, rest: float) -> Sums:
     dtype, m_dtype, v_dtype = at[5:8]
     g_dtype, width = gradient.values.dtype, where[5]
     # The number of parts must not depend on the number of threads, or the sums would.
-    parts = 1 if where[1] * width * g_dtype.itemsize < PARALLEL_FROM_BYTES else _SUM_PARTS
+    byte_count = where[1] * width * g_dtype.itemsize
+    threads, parts = _threads_for(byte_count), 1 if byte_count < PARALLEL_FROM_BYTES else _SUM_PARTS
     pieces, keys = shared_work(jobs, parts, where[1])
     sums = np.empty((parts, width + column_kernels.SUMS))
-    column_kernels.column_sums(
-        parts, _totals(parts, width, dtype, m_dtype, v_dtype, g_dtype), sums, jobs, pieces, keys.at, keys.spare_at,
+    column_kernels.column_sums.on_threads(
+        threads, parts, _totals(parts, width, dtype, m_dtype, v_dtype, g_dtype), sums, jobs, pieces, keys.at, keys.spare_at,
         _LIKE[dtype], _LIKE[v_dtype], _LIKE[g_dtype],
         scalars.maximize or None,
         None if scalars.decay is None else True,

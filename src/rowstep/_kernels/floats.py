@@ -66,13 +66,12 @@ def narrow_by(typing_context, number, like, bits):
         random = builder.and_(context.cast(builder, arguments[2], bits, types.uint32), _I32(0xFFFF))
         if like.dtype == types.int16:
             return half.narrow(context, builder, half.rounded_by(builder, single, random))
+        # Infinity has a lower half of zeros, which nothing carries out of. A NaN that was computed has the uppermost
+        # bit of its fraction set, and stays one if nothing is added.
         exact = builder.bitcast(single, _I32)
-        rounded = builder.lshr(builder.add(exact, random), _I32(16))
-        # What is added could carry infinity into NaN, and a NaN's payload into infinity.
         is_nan = builder.fcmp_unordered("uno", single, single)
-        is_finite = builder.icmp_unsigned("!=", builder.and_(exact, _I32(0x7F800000)), _I32(0x7F800000))
-        otherwise = builder.select(is_nan, _I32(0x7FC0), builder.lshr(exact, _I32(16)))
-        return builder.trunc(builder.select(is_finite, rounded, otherwise), _I16)
+        added = builder.add(exact, builder.select(is_nan, _I32(0), random))
+        return builder.trunc(builder.lshr(added, _I32(16)), _I16)
 
     return like.dtype(number, like, bits), codegen
 

@@ -11,6 +11,7 @@ from . import INLINE
 from .cache import kernel
 from .memory import address_of, borrowed
 from .pool import OverThreads
+from .vectors import LANES, sum_of_squares_at
 from .walk import JOB_WORDS, ask_for_nothing, over_gradient, piece_of
 
 
@@ -49,14 +50,9 @@ def add_row(row, g, power, result):
 
 @njit(**INLINE)
 def sum_of_squares(g):
-    # Four sums in turn: one alone would wait for its own last addition at every number.
-    a = b = c = d = 0.0
-    whole = g.size // 4 * 4
-    for i in range(0, whole, 4):
-        a += np.float64(g[i]) * np.float64(g[i])
-        b += np.float64(g[i + 1]) * np.float64(g[i + 1])
-        c += np.float64(g[i + 2]) * np.float64(g[i + 2])
-        d += np.float64(g[i + 3]) * np.float64(g[i + 3])
+    """In float64, and in the same order on every processor."""
+    whole = g.size // LANES * LANES
+    total = sum_of_squares_at(address_of(g), whole, g)
     for i in range(whole, g.size):
-        a += np.float64(g[i]) * np.float64(g[i])
-    return (a + b) + (c + d)
+        total += np.float64(g[i]) * np.float64(g[i])
+    return total

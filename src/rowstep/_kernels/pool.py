@@ -48,10 +48,18 @@ class OverThreads:
         if parts == 1:
             self.part_kernel(0, *arguments)
             return
+        self.on_threads(parts, parts, *arguments)
+
+    def on_threads(self, threads: int, parts: int, *arguments: Any) -> None:
+        """Call the kernel for every part, on so many threads, of which there may be fewer than parts."""
+        if threads == 1:
+            for part in range(parts):
+                self.part_kernel(part, *arguments)
+            return
         with _one_at_a_time:
             pool = _pool()
             if pool is not None:
-                self._on_pool(pool, min(parts, config.NUMBA_NUM_THREADS), parts, *arguments)
+                self._on_pool(pool, min(threads, parts, config.NUMBA_NUM_THREADS), parts, *arguments)
             else:
                 self._with_prange()(parts, *arguments)
 

@@ -173,7 +173,7 @@ def update_row(p, m, v, u, g, beta1, beta2, eps, step_size, maximize, shrink, de
 def update_by_row(p, m, v, roots, g, beta1, beta2, eps, step_size, row_scale, maximize, shrink, as_dense, m_key, p_key):
     """The rule with a second moment per row, v[0]; ``roots`` are the square roots of the columns' where there are any.
 
-    v[0] times ``row_scale`` then stands for r_i / s.
+    v[0] times ``row_scale`` then stands for r_i / s. Without columns there is one division for the row.
     """
     number = g.dtype.type
     one_minus_beta1, eps, step_size = number(1 - beta1), number(eps), number(step_size)
@@ -181,9 +181,11 @@ def update_by_row(p, m, v, roots, g, beta1, beta2, eps, step_size, row_scale, ma
     square = number(sum_of_squares(g) / max(g.size, 1))
     second = averaged(widen(v[0], g), square, number(beta2), number(1 - beta2), as_dense)
     v[0] = stored_first(second, v, None, 0)
-    root = math.sqrt(second) if roots is None else number(math.sqrt(np.float64(second) * row_scale))
+    root = number(math.sqrt(np.float64(second) * row_scale))
+    if roots is None:
+        step_size = step_size / (math.sqrt(second) + eps)
     for c in range(p.size):
-        m_c, root_c = None, root
+        m_c = root_c = None
         if m is not None:
             m_c = widen(m[c], g)
         if roots is not None:

@@ -196,7 +196,8 @@ def update(
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """One step: the new p, m, v and u. What the rule does not have is None, also ``maximize`` and ``as_dense``.
 
-    With moments per row v is None, and ``root`` is its square root after this step; else ``root`` is None.
+    With a second moment per row v is None. Then ``root`` is the square root after this step; or it is None too, and
+    ``step_size`` has been divided by root plus eps, once for the whole row.
 
     Each test for None is a statement of its own, because Numba drops a branch only then.
     """
@@ -219,5 +220,7 @@ def update(
         if u is not None:
             u = maximum(u, v)
             divisor = u
-        root = sqrt(divisor)
-    return p - step_size * (direction / (root + eps)), m, v, u
+        direction = direction / (sqrt(divisor) + eps)
+    if root is not None:
+        direction = direction / (root + eps)
+    return p - step_size * direction, m, v, u

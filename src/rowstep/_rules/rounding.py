@@ -48,7 +48,7 @@ def weights_key(key: Any, low: _Cut, mix: _Cut) -> Any:
 
 def random_bits(key: Any, column: Any, low: _Cut, mix: _Cut) -> Any:
     """32 random bits for one number of a row: the lower half for its first moment, the upper half for its second."""
-    return mix(low(key + column * _APART))
+    return mix(low(key + column))
 
 
 def low_word(number: Any) -> Any:

@@ -250,10 +250,10 @@ def _local_block(value: Tensor) -> tuple[Tensor, range]:
 
 
 def _drop(nested: Any, path: Sequence[Any]) -> None:
-    """Remove an element of nested dicts and lists."""
+    """Remove an element of nested dicts and lists. torch's path has the text of a number where a dict has the number."""
     *way, last = path
     for key in way:
-        nested = nested[key]
+        nested = nested[int(key) if isinstance(nested, dict) and key not in nested and key.isdigit() else key]
     nested.pop(last, None)
 
 

@@ -63,7 +63,10 @@ def update(updates: Sequence[RowUpdate], outcome: Outcome) -> None:
     if scalars.kept.second != "element":
         r = _rows_second_moment(p, table.read(state["exp_avg_sq_row"], dtype), g, scalars)
         changes.append((state["exp_avg_sq_row"], r))
-        root = r.sqrt() if columns is None else _factored_root(r, columns, dtype)
+        if columns is None:
+            step_size = step_size / (r.sqrt() + eps)
+        else:
+            root = _factored_root(r, columns, dtype)
     after = adam.update(
         p, m, v, u, g, root,
         1 - scalars.beta1, scalars.beta2, 1 - scalars.beta2, eps, step_size,
