@@ -17,7 +17,12 @@ from torch.distributed.checkpoint import state_dict_saver
 from gradients import rows_of
 from rowstep import DeferredAdam, SparseAdam, checkpoint, distributed
 
-pytestmark = pytest.mark.usefixtures("backend")
+
+@pytest.fixture(autouse=True)
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is saved and loaded does not depend on who computed it, and every kind of state is a kernel to compile."""
+    monkeypatch.setenv("ROWSTEP_BACKEND", "reference")
+
 
 KINDS: dict[str, dict[str, Any]] = {
     "row": {"second_moment": "row"},
@@ -78,6 +83,11 @@ def test_a_state_loads_into_itself_bit_for_bit_and_goes_on(kind: Any, name: str)
         train(copied, its_optimizer, range(6, 10))
         assert torch.equal(copied["table"].weight, model["table"].weight)
         assert_same(optimizer, its_optimizer)
+
+
+def test_kernels_go_on_from_a_loaded_state_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
+    test_a_state_loads_into_itself_bit_for_bit_and_goes_on(DeferredAdam, "row, bfloat16")
 
 
 @pytest.mark.parametrize("name", ["row", "factored", "bfloat16"])

@@ -150,7 +150,8 @@ def column_sums(update: RowUpdate, rest: float) -> Sums:
     pieces, keys = shared_work(jobs, parts, where[1])
     sums = np.empty((parts, width + column_kernels.SUMS))
     column_kernels.column_sums.on_threads(
-        threads, parts, _totals(parts, width, dtype, m_dtype, v_dtype, g_dtype), sums, jobs, pieces, keys.at, keys.spare_at,
+        threads, parts,
+        _totals(parts, width, dtype, m_dtype, v_dtype, g_dtype), sums, jobs, pieces, keys.at, keys.spare_at,
         _LIKE[dtype], _LIKE[v_dtype], _LIKE[g_dtype],
         scalars.maximize or None,
         None if scalars.decay is None else True,

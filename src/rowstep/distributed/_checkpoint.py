@@ -145,7 +145,7 @@ class _Planner(DefaultLoadPlanner):
         for name in (*OF_MOMENTS, "row_step"):
             key, path = f"{place}.{name}", (*way, str(last).removesuffix(own_name) + name)
             written = metadata.state_dict_metadata.get(key)
-            if key not in self.state_dict and isinstance(written, TensorStorageMetadata):
+            if isinstance(written, TensorStorageMetadata) and not self._has_place_for(key, written):
                 by_row = name in BY_ROW
                 self.state_dict[key] = _zeros_beside(self._tensor(beside), written, cut=by_row)
                 self.mappings[key] = path
@@ -157,6 +157,11 @@ class _Planner(DefaultLoadPlanner):
                 elif self._is_kept_otherwise(place, metadata):
                     self._dropped[key] = self.state_dict.pop(key)
                     _drop(self.original_state_dict, path)
+
+    def _has_place_for(self, key: str, written: TensorStorageMetadata) -> bool:
+        """Whether there is a tensor here to read this into, without a cast."""
+        here = self.state_dict.get(key)
+        return isinstance(here, Tensor) and here.dtype == written.properties.dtype
 
     def _tensor(self, key: str) -> Tensor:
         """A tensor of a state here, even if the checkpoint has none like it."""
@@ -250,7 +255,7 @@ def _local_block(value: Tensor) -> tuple[Tensor, range]:
 
 
 def _drop(nested: Any, path: Sequence[Any]) -> None:
-    """Remove an element of nested dicts and lists. torch's path has the text of a number where a dict has the number."""
+    """Remove an element of nested dicts and lists. torch's path may have the text of a number for the number."""
     *way, last = path
     for key in way:
         nested = nested[int(key) if isinstance(nested, dict) and key not in nested and key.isdigit() else key]
