@@ -49,8 +49,10 @@ class DenseRule:
             g[moving] += self.weight_decay * p[moving]
         self.m[moving] = beta1 * self.m[moving] + (1 - beta1) * g[moving]
         self.row[moving] = beta2 * self.row[moving] + (1 - beta2) * g.square().mean(dim=1)[moving]
-        squares = g[touched].square().mean(dim=0) if touched.any() else torch.zeros_like(self.column)
-        self.column = beta2 * self.column + (1 - beta2) * squares
+        if touched.any():
+            self.column = beta2 * self.column + (1 - beta2) * g[touched].square().mean(dim=0)
+        elif not self.only_touched:  # every row decays, and so do the columns
+            self.column = beta2 * self.column
         self.row_steps += touched
         t = self.row_steps[moving].unsqueeze(1) if self.bias_correction == "row" else p.new_tensor(self.steps)
         first, second = 1 - beta1**t, 1 - beta2**t

@@ -47,7 +47,7 @@ def test_a_number_becomes_one_of_its_two_neighbours_and_is_right_on_average(dtyp
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_what_is_not_finite_or_needs_no_rounding_stays(dtype: torch.dtype) -> None:
-    kept = torch.tensor([0.0, -0.0, 1.0, -2.5, torch.inf, -torch.inf, 2.0**-20]).repeat(7, 1)
+    kept = torch.tensor([0.0, -0.0, 1.0, -2.5, torch.inf, -torch.inf, 2.0**-20, 1000 * 2.0**-24]).repeat(999, 1)
     bits = torch.randint(1 << 32, kept.shape)
     assert torch.equal(rounded(kept, dtype, bits).float(), kept)
     assert rounded(torch.full((1, 9), torch.nan), dtype, bits[:1, :1].expand(1, 9)).isnan().all()

@@ -25,6 +25,7 @@ from ._state import (
     State,
     described,
     largest_count,
+    lasting,
     miscount,
     missing,
     moment_flaw,
@@ -106,8 +107,9 @@ def separate_counts(states: Sequence[State]) -> None:
     for state in states:
         step = state.get("step")
         if isinstance(step, Tensor):
-            if step.data_ptr() in taken or step.untyped_storage().nbytes() > step.nbytes:
-                state["step"] = step = step.clone()
+            if step.data_ptr() in taken or step.untyped_storage().nbytes() > step.nbytes or step.is_inference():
+                with lasting():
+                    state["step"] = step = step.clone()
             taken.add(step.data_ptr())
 
 

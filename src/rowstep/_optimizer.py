@@ -164,8 +164,14 @@ class RowOptimizer(Optimizer):
         """Take the planned row steps: all tables of a kind in one launch."""
         updates = [step.update or self._begin_rows(step, plan.group) for step in plan.rows]
         self._prepare(updates, backend)
+        # What has columns goes one by one: a parameter may be listed twice, and ranks add up columns in one order.
         for update in updates:
-            backend.take_columns(update, functools.partial(_part.summed_over_ranks, update.param))
+            if update.columns is not None:
+                backend.take_columns(update, functools.partial(_part.summed_over_ranks, update.param))
+                self._make([update], plan, backend)
+        self._make([update for update in updates if update.columns is None], plan, backend)
+
+    def _make(self, updates: Sequence[RowUpdate], plan: Plan, backend: Backend) -> None:
         for batch in backend.batches(updates):
             self._whole_or_not_at_all(batch, self._counter(batch.updates, plan.group, backend))
 

@@ -108,6 +108,14 @@ def _check_fit(param: Tensor, grad: Tensor) -> None:
         raise ValueError(f"the gradient is on {grad.device}; expected {param.device}, the parameter's device")
 
 
+def is_kept_as_a_table(state: State, group: Group, param: Tensor) -> bool:
+    """Whether this state is one that torch's Adam cannot step, because it has been a table's."""
+    if "exp_avg_sq_row" in state:
+        return True
+    asked_for = group["state_dtype"]
+    return asked_for not in (None, param.dtype) and "exp_avg" in state and state["exp_avg"].dtype == asked_for
+
+
 def refuse_outside(gradient: RowGradient, backend: Backend) -> None:
     """Raise unless every row number of the gradient is in its table."""
     outside = backend.outside(gradient)

@@ -15,7 +15,7 @@ from . import _dense
 from ._backends import Addresses, Backend, Outcome, RowUpdate, admit, admit_counts, admit_state
 from ._gradient import RowGradient, all_rows, nonzero_rows, row_gradient
 from ._optimizer import RowOptimizer
-from ._plan import DenseStep, Group, Plan, RowStep, refuse_outside
+from ._plan import DenseStep, Group, Plan, RowStep, is_kept_as_a_table, refuse_outside
 from ._row_steps import RowSteps, ensure_slot
 from ._rules.adam import kept_under
 from ._state import MOMENTS, State, ensure_moments, has_moments
@@ -141,7 +141,7 @@ class SparseAdam(RowOptimizer):
         taken: int,
     ) -> RowStep:
         count = plan.count_after(param, taken)
-        in_a_table = not as_dense or "exp_avg_sq_row" in state
+        in_a_table = not as_dense or is_kept_as_a_table(state, plan.group, param)
         step = RowStep(param, gradient, plan.scalars(count, as_dense, param, in_a_table=in_a_table), count)
         is_counted = step.scalars.per_row and self._row_steps.are_counted(param, state)
         if is_counted:

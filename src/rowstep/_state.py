@@ -256,7 +256,8 @@ def factors_flaw(state: State, param: Tensor) -> str | None:
         slot = state[key]
         if not isinstance(slot, Tensor) or slot.layout != torch.strided or slot.dtype not in FLOATS or slot.is_meta:
             return f"its state {key!r} is {described(slot)}; expected a dense tensor of {FLOATS_IN_WORDS}"
-        if slot.shape != shape or slot.device != param.device or (slot.is_cpu and not has_memory(slot)):
+        is_whole = not slot.is_cpu or (has_memory(slot) and not overlaps_itself(slot))
+        if slot.shape != shape or slot.device != param.device or not is_whole:
             return f"its state {key!r} is {described(slot)}; expected shape {tuple(shape)} on {param.device}"
     return None
 

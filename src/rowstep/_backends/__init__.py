@@ -21,7 +21,7 @@ from .._choice import choose
 from .._gradient import RowGradient
 from .._state import compute_dtype
 from . import reference
-from .columns import Sums
+from .columns import Sums, is_summed_anew
 from .gate import (
     WHOLE,
     Addresses,
@@ -96,9 +96,13 @@ class Backend:
         else:
             sums = self._for(update.at is not None).column_sums(update, rest)
         sums = Sums.of(over_ranks(sums.as_tensor()), rest)
+        total = float(update.state["exp_avg_sq_sum"])
+        if rest == 1 and is_summed_anew(update.steps, update.scalars.beta2):
+            rows = update.state["exp_avg_sq_row"].sum(dtype=torch.float64).cpu()
+            total = float(over_ranks(rows.reshape(1)))
         dtypes = (update.param.dtype,) if update.at is None else update.at[5:8]
         dtype = compute_dtype(*dtypes, gradient.values.dtype)
-        columns.take(update.state, update.scalars, sums, update.extent.rows or gradient.row_count, dtype)
+        columns.take(update.state, update.scalars, sums, total, update.extent.rows or gradient.row_count, dtype)
 
     def batches(self, updates: Sequence[RowUpdate]) -> Iterator[Batch]:
         """The updates of one group: those together that one launch can make."""

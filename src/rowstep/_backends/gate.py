@@ -31,6 +31,7 @@ from .._state import (
     FLOATS_IN_WORDS,
     State,
     described,
+    factors_flaw,
     has_moments,
     misplaced,
     slot_misfit,
@@ -183,6 +184,8 @@ def admit(
     _refuse_missing(state, kept, counted=scalars.per_row)
     if scalars.per_row:
         admit_counts(state, gradient.lead)
+    if columns is not None and (reason := factors_flaw(state, param)):
+        raise ValueError(reason)
     if kept.second != "element":
         admit_rows_of(state["exp_avg_sq_row"], gradient.lead, "second_moment")
     is_addressable = admit_gradient(gradient) and (notes is None or notes.at != 0)
@@ -279,7 +282,7 @@ def _addresses_by_row(param: Tensor, state: State) -> Addresses | None:
         shape, dtype = param.shape, param.dtype
         is_good = (
             not param.is_neg() and dtype in FLOATS and _fills(param, shape, dtype)
-            and v.dtype in FLOATS and _fills(v, shape[: v.dim()], v.dtype)
+            and v.dtype in FLOATS and not v.is_neg() and _fills(v, shape[: v.dim()], v.dtype)
             and (m is None or (m.dtype in FLOATS and _fills(m, shape, m.dtype)))
             and (counts is None or _fills(counts, shape[: counts.dim()], _INT64))
         )  # fmt: skip

@@ -20,7 +20,7 @@ from .._commit import ddp_around
 from .._gradient import RowGradient, all_rows, nonzero_rows, outside_message, rows_of_first_dimension
 from .._optimizer import RowOptimizer
 from .._options import check_learning_rate, refuse_shared_weights
-from .._plan import DenseStep, Group, Plan, RowStep, refuse_outside
+from .._plan import DenseStep, Group, Plan, RowStep, is_kept_as_a_table, refuse_outside
 from .._schedule import check_betas
 from .._state import State, set_count
 from .._torch_internals import is_faked, plainly
@@ -259,7 +259,7 @@ class DeferredAdam(RowOptimizer):
         at = admit_state(param, state) if deferral is None else deferral.where(state)
         moment = state.get("exp_avg", grad)
         gradient = rows_of_first_dimension(grad, param.dtype, moment.dtype) if grad.is_sparse else None
-        in_a_table = gradient is not None or _is_kept_by_row(state, plan.group, param)
+        in_a_table = gradient is not None or is_kept_as_a_table(state, plan.group, param)
         if gradient is None and (in_a_table or (plan.group["stochastic_rounding"] and param.dtype.itemsize == 2)):
             gradient = all_rows(grad, tuple(param.shape[:1]))  # torch's Adam cannot take these
         if gradient is None and moment.dtype != grad.dtype:  # torch's Adam would find out in the middle of its step
@@ -441,14 +441,6 @@ class DeferredAdamW(DeferredAdam):
             stochastic_rounding=stochastic_rounding,
             seed=seed,
         )
-
-
-def _is_kept_by_row(state: State, group: Group, param: Tensor) -> bool:
-    """Whether this state is one that torch's Adam cannot step, because it has been a table's."""
-    if "exp_avg_sq_row" in state:
-        return True
-    asked_for = group["state_dtype"]
-    return asked_for not in (None, param.dtype) and "exp_avg" in state and state["exp_avg"].dtype == asked_for
 
 
 def _row_count(param: Tensor) -> int:

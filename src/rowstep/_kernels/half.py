@@ -49,10 +49,13 @@ def rounded_by(builder, single, random):
     # A normal half has 13 bits less.
     normal = builder.and_(builder.add(bits, builder.and_(random, _I32(0x1FFF))), _I32(~0x1FFF & 0xFFFFFFFF))
     # Below them halves are whole multiples of 2**-24.
-    multiple = builder.fmul(builder.bitcast(magnitude, _FLOAT), _FLOAT(2.0**24))
-    lifted = builder.fadd(multiple, builder.fmul(builder.uitofp(random, _FLOAT), _FLOAT(2.0**-16)))
     is_small = builder.icmp_unsigned("<", magnitude, _I32(_SMALLEST_NORMAL))
-    whole = builder.fptosi(builder.select(is_small, lifted, _FLOAT(0.0)), _I32)  # of what it cannot hold: undefined
+    small = builder.select(is_small, builder.bitcast(magnitude, _FLOAT), _FLOAT(0.0))  # of others a cast is undefined
+    multiple = builder.fmul(small, _FLOAT(2.0**24))
+    below = builder.fptosi(multiple, _I32)
+    rest = builder.fmul(builder.fsub(multiple, builder.sitofp(below, _FLOAT)), _FLOAT(2.0**16))
+    is_up = builder.fcmp_ordered("<", builder.uitofp(random, _FLOAT), rest)
+    whole = builder.add(below, builder.zext(is_up, _I32))
     subnormal = builder.bitcast(builder.fmul(builder.sitofp(whole, _FLOAT), _FLOAT(2.0**-24)), _I32)
     subnormal = builder.or_(subnormal, builder.and_(bits, _I32(_SIGN << 16)))
     is_beyond = builder.icmp_unsigned(">=", magnitude, _I32(_LARGEST))

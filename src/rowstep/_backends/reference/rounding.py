@@ -61,7 +61,9 @@ def rounded(numbers: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
     result = ((exact + (random & cut)) & ~cut).to(torch.int32).view(torch.float32)
     if dtype == torch.float16:
         # Below 2^-14 its numbers are whole multiples of 2^-24.
-        multiple = (single.abs() * 2.0**24 + random.float() * 2.0**-16).floor() * 2.0**-24
-        result = torch.where(single.abs() < 2.0**-14, torch.copysign(multiple, single), result)
+        multiple = single.abs() * 2.0**24
+        whole = multiple.floor()
+        whole += random < (multiple - whole) * 2.0**16
+        result = torch.where(single.abs() < 2.0**-14, torch.copysign(whole * 2.0**-24, single), result)
         result = torch.where(single.abs() >= torch.finfo(dtype).max, single, result)  # nothing lies above
     return torch.where(single.isfinite(), result, single).to(dtype)
