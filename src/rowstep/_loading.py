@@ -107,10 +107,18 @@ def separate_counts(states: Sequence[State]) -> None:
     for state in states:
         step = state.get("step")
         if isinstance(step, Tensor):
-            if step.data_ptr() in taken or step.untyped_storage().nbytes() > step.nbytes or step.is_inference():
-                with lasting():
-                    state["step"] = step = step.clone()
+            if step.data_ptr() in taken or step.untyped_storage().nbytes() > step.nbytes:
+                state["step"] = step = step.clone()
             taken.add(step.data_ptr())
+
+
+def outlast_inference(states: Sequence[State]) -> None:
+    """Copy what was loaded in inference mode: such tensors cannot be written to outside of it, as the next step does."""
+    with lasting():
+        for state in states:
+            for name, slot in state.items():
+                if isinstance(slot, Tensor) and slot.is_inference():
+                    state[name] = slot.clone()
 
 
 def tidied(state: State) -> State:

@@ -23,7 +23,15 @@ from torch.optim.optimizer import ParamsT, StateDict
 from . import _backends, _dense, _part, _rows
 from ._backends import WHOLE, Backend, Batch, Extent, Outcome, RowUpdate
 from ._conform import conform
-from ._loading import check_slots, check_states, check_structure, separate_counts, tidied, uncast_slots
+from ._loading import (
+    check_slots,
+    check_states,
+    check_structure,
+    outlast_inference,
+    separate_counts,
+    tidied,
+    uncast_slots,
+)
 from ._options import (
     HOW_TORCH_STEPS,
     check_group,
@@ -391,6 +399,7 @@ class RowOptimizer(Optimizer):
             for param, slots in uncast_slots(given, list(zip(self._all_params(), groups, strict=True))):
                 if slots:
                     self.state[param].update(slots)
+            outlast_inference([self.state[param] for param in self._all_params() if param in self.state])
             self._loaded(given)
             self._allocate_for_shards()  # what was not in there has to be there for the next checkpoint
 
