@@ -48,19 +48,14 @@ def test_columns_that_somebody_has_edited_are_refused(kind: Any, edit: str) -> N
 
 def test_the_sum_of_rows_recovers_from_one_huge_gradient() -> None:
     """It is kept by what is added and taken away, and the digits that a huge number has pushed out are gone."""
-    for seed in range(3):
+    for seed in range(2):
         torch.manual_seed(seed)
         optimizer, param = factored(SparseAdam, rows=10, lr=1e-3)
-        largest = 0.0
-        for step in range(600):
-            before = param.detach().clone()
+        for step in range(1200):
             scale = 1e9 if step == 5 else 1e-2
             stepped(optimizer, param, torch.randperm(10)[:5].tolist(), torch.randn(5, 4) * scale)
-            if step > 10:
-                largest = max(largest, float((param.detach() - before).abs().max()))
         state = optimizer.state[param]
-        assert float(state["exp_avg_sq_sum"]) == pytest.approx(float(state["exp_avg_sq_row"].double().sum()), rel=1e-4)
-        assert largest < 0.01
+        assert float(state["exp_avg_sq_sum"]) == pytest.approx(float(state["exp_avg_sq_row"].double().sum()), rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", [SparseAdam, DeferredAdam])
@@ -69,7 +64,7 @@ def test_a_parameter_that_is_listed_twice_takes_two_steps_in_all_of_its_state(ki
     with pytest.warns(UserWarning, match="duplicate parameters"):
         optimizer = kind([param, param], second_moment="factored", betas=(0.0, 0.9))
     stepped(optimizer, param, [0, 1])
-    state = optimizer.state_dict()["state"][0]
+    ((_, state),) = optimizer.state_dict()["state"].items()
     assert int(state["step"]) == 2
     torch.testing.assert_close(state["exp_avg_sq_column"], torch.full((4,), 0.19))
     assert float(state["exp_avg_sq_sum"]) == pytest.approx(0.38)

@@ -113,7 +113,7 @@ def separate_counts(states: Sequence[State]) -> None:
 
 
 def outlast_inference(states: Sequence[State]) -> None:
-    """Copy what was loaded in inference mode: such tensors cannot be written to outside of it, as the next step does."""
+    """Copy what was loaded in inference mode: the next step, outside of it, could not write to such tensors."""
     with lasting():
         for state in states:
             for name, slot in state.items():
