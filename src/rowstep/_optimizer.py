@@ -43,7 +43,7 @@ from ._options import (
 )
 from ._plan import DenseStep, Group, Plan, RowStep, checked_gradient, steps_taken
 from ._rows import Init
-from ._rules.adam import kept_under
+from ._rules.adam import AS_TORCH, kept_under
 from ._state import State, allocate, ensure_moments, misfit
 from ._torch_internals import plainly
 from ._waiting import take_over
@@ -131,6 +131,8 @@ class RowOptimizer(Optimizer):
     def _plans_with_peers(self, backend: Backend) -> list[Plan]:
         """The plans of all groups. Where a step needs what other ranks have, it is taken by all of them or by none."""
         factored = [group for group in self.param_groups if group.get("second_moment") == "factored"]
+        if not factored:
+            return self._plans(backend)
         parts = [_part.part_of(param) for group in factored for param in group["params"]]
         peers = dict.fromkeys(part.peers for part in parts if part is not None and part.peers is not None)
         if not peers:
@@ -172,12 +174,12 @@ class RowOptimizer(Optimizer):
         """Take the planned row steps: all tables of a kind in one launch."""
         updates = [step.update or self._begin_rows(step, plan.group) for step in plan.rows]
         self._prepare(updates, backend)
-        # What has columns goes one by one: a parameter may be listed twice, and ranks add up columns in one order.
-        for update in updates:
-            if update.columns is not None:
-                backend.take_columns(update, functools.partial(_part.summed_over_ranks, update.param))
-                self._make([update], plan, backend)
-        self._make([update for update in updates if update.columns is None], plan, backend)
+        if plan.group["second_moment"] != "factored":
+            self._make(updates, plan, backend)
+            return
+        for update in updates:  # one by one: a parameter may be listed twice, and ranks add up columns in one order
+            backend.take_columns(update, functools.partial(_part.summed_over_ranks, update.param))
+            self._make([update], plan, backend)
 
     def _make(self, updates: Sequence[RowUpdate], plan: Plan, backend: Backend) -> None:
         for batch in backend.batches(updates):
@@ -199,8 +201,9 @@ class RowOptimizer(Optimizer):
     def _extent(self, step: RowStep) -> Extent:
         """Which rows of its table the parameter holds, where that matters."""
         scalars = step.scalars
-        matters = scalars.rounds_state or scalars.rounds_weights or scalars.kept.second == "factored"
-        return _part.extent_of(step.param) if matters else WHOLE
+        if scalars.kept is AS_TORCH and not scalars.rounds_weights:
+            return WHOLE
+        return _part.extent_of(step.param)
 
     def _conform(self, step: RowStep, group: Group, lead: tuple[int, ...]) -> None:
         """Let the state of a table be what the options ask for; say so if that takes more than to create it."""

@@ -57,7 +57,7 @@ class Plan:
     def scalars(self, count: int, as_dense: bool, param: Tensor, *, in_a_table: bool) -> Scalars:
         """Those of a ``count``-th step: the same for all tables that take it."""
         group = self.group
-        rounds = bool(group.get("stochastic_rounding")) and param.dtype.itemsize == 2
+        rounds = group["stochastic_rounding"] and param.dtype.itemsize == 2
         known = self._scalars.get((count, as_dense, in_a_table, rounds))
         if known is None:
             known = self._scalars[count, as_dense, in_a_table, rounds] = scalars(
@@ -73,7 +73,7 @@ class Plan:
                 skip_nonfinite=group.get("nonfinite") == "skip",
                 kept=kept_under(group, in_a_table=in_a_table),
                 rounds_weights=rounds,
-                seed=group.get("seed", 0),
+                seed=group["seed"],
             )
         return known
 

@@ -113,7 +113,9 @@ class Backend:
             elif update.at is None or self._preferred is reference:
                 yield Batch(reference, [update])
             else:
-                kind = *update.at[5:8], update.gradient.values.dtype, update.scalars.as_dense, update.scalars.kept
+                _, _, _, _, _, *dtypes, _ = update.at
+                scalars = update.scalars
+                kind = *dtypes, update.gradient.values.dtype, scalars.as_dense, scalars.kept, scalars.rounds_weights
                 alike.setdefault(kind, []).append(update)
         for together in alike.values():
             yield Batch(self._preferred, together)

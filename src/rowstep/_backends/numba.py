@@ -124,12 +124,13 @@ def update(updates: Sequence[RowUpdate], outcome: Outcome) -> None:
 def _write_job(update: RowUpdate, jobs: Any, number: int) -> None:
     _, _, gradient, scalars, notes, at, _, extent, columns = update
     where: Any = gradient.at
-    p_at, m_at, v_at, u_at, counts_at, *_ = at  # type: ignore[misc]  # `batches` has looked
+    p_at, m_at, v_at, u_at, counts_at, _, _, _, _ = at  # type: ignore[misc]  # `batches` has looked
     _, note, notes_at = notes or _NO_NOTES
+    first, factor, rows = extent
     roots_at, row_scale = (0, 0.0) if columns is None else (columns.roots.data_ptr(), columns.row_scale)
     _JOB.pack_into(
         jobs, number * _JOB.size, *where, p_at, m_at, v_at, u_at, counts_at, notes_at, note, roots_at,
-        scalars.key, *extent,
+        scalars.key, first, factor, rows,
         scalars.beta1, scalars.beta2, scalars.eps, scalars.step_size, scalars.shrink or 0.0, scalars.decay or 0.0,
         row_scale,
     )  # fmt: skip
