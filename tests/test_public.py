@@ -33,3 +33,7 @@ def test_a_name_that_is_not_there() -> None:
 
 def test_the_version_is_the_installed_one() -> None:
     assert rowstep.__version__ == metadata.version("rowstep")
+
+
+def test_the_module_of_checkpoints_needs_no_import_of_its_own() -> None:
+    assert callable(rowstep.checkpoint.to_torch)
