@@ -250,3 +250,14 @@ def test_missing_extra_is_named_with_the_way_to_install_it(
     monkeypatch.setitem(sys.modules, "rich.console", None)
     assert main(["--quick"]) == 1
     assert "pip install 'rowstep[cli]'" in capsys.readouterr().err
+
+
+def test_the_bytes_of_every_kind_of_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROWSTEP_BACKEND", "reference")
+    assert main(["memory", "--quick", "--only", "uniform-20k", "--repeats", "1", "--out", str(tmp_path)]) == 0
+    written = json.loads((tmp_path / "memory.json").read_text())
+    kept = written["state_bytes_per_weight"]
+    assert {name: round(size, 2) for name, size in kept.items()} == {
+        "float32": 8.0, "bfloat16": 4.0, "row": 4.06, "bfloat16 and row": 2.06, "row, no first": 0.06,
+        "factored, no first": 0.06,
+    }  # fmt: skip

@@ -67,9 +67,8 @@ class MemorySuite(Suite):
     def draw(self, figure: Figure) -> bool:
         if not self.measurements:
             return False
-        for place, measured in zip(
-            figure.subplots(1, len(self.measurements), sharey=True), self.measurements, strict=True
-        ):
+        places = figure.subplots(1, len(self.measurements), sharey=True, squeeze=False)[0]
+        for place, measured in zip(places, self.measurements, strict=True):
             names = list(measured.timings)
             place.barh(names[::-1], [measured.timings[name].median * 1e3 for name in names[::-1]], color="#4477aa")
             place.set_title(f"{measured.about}\n{measured.threads} thread{'s' * (measured.threads > 1)}", fontsize=8)
