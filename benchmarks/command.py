@@ -19,6 +19,8 @@ from benchmarks.deferred import DeferredSuite
 from benchmarks.distributed import DistributedSuite
 from benchmarks.machine import machine
 from benchmarks.memory import MemorySuite
+from benchmarks.quality import QualitySuite
+from benchmarks.quality.interactions import DataError
 from benchmarks.sparse import SparseSuite
 from benchmarks.suite import Suite
 from ranks import RankError
@@ -34,6 +36,7 @@ SUITES: dict[str, type[Suite]] = {
     "deferred": DeferredSuite,
     "distributed": DistributedSuite,
     "memory": MemorySuite,
+    "quality": QualitySuite,
 }
 
 
@@ -50,21 +53,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description="Time a step against torch's optimizers and the machine's memory."
+        prog="python -m benchmarks",
+        description="Time a step against torch's optimizers and the machine's memory, or see what it learns.",
     )
     parser.add_argument(
         "suite",
         nargs="?",
         choices=SUITES,
         default="sparse",
-        help="SparseAdam (default), DeferredAdam, or sharded tables",
+        help="SparseAdam (default), DeferredAdam, sharded tables, or what models learn with less state",
     )
     parser.add_argument("--only", nargs="+", metavar="PART", help="parts of the suite, such as zipf-1m, loop or flush")
     parser.add_argument(
-        "--threads", nargs="+", type=positive, help="thread counts (default: one, and all cores; not for distributed)"
+        "--threads",
+        nargs="+",
+        type=positive,
+        help="thread counts (default: one, and all cores; not for distributed, quality)",
     )
-    parser.add_argument("--repeats", type=positive, help="rounds of a measurement, at least (default: 25, quick: 5)")
+    parser.add_argument(
+        "--repeats", type=positive, help="rounds of a measurement, at least (default: 25, quick: 5); of quality: seeds"
+    )
     parser.add_argument("--quick", action="store_true", help="small tables: to see that it works, not what it costs")
+    parser.add_argument("--data", type=Path, help="RecBole's wheel, for quality (default: pip downloads it)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="where JSON and plot go (default: out)")
     return parser
 
@@ -76,11 +86,11 @@ def _fail(code: int, message: str) -> int:
 
 def _run_suite(arguments: argparse.Namespace, console: Console, figure: Figure) -> int:
     threads = arguments.threads or sorted({1, torch.get_num_threads()})
-    repeats = arguments.repeats or (5 if arguments.quick else 25)
     kind = SUITES[arguments.suite]
-    if arguments.threads and not kind.takes_threads:
-        return _fail(2, f"{arguments.suite} has one thread per rank and takes no --threads")
-    suite = kind(quick=arguments.quick, threads=threads, repeats=repeats)
+    repeats = arguments.repeats or (kind.quick_repeats if arguments.quick else kind.usual_repeats)
+    if arguments.threads and kind.own_threads:
+        return _fail(2, f"{arguments.suite} {kind.own_threads} and takes no --threads")
+    suite = kind(quick=arguments.quick, threads=threads, repeats=repeats, data=arguments.data)
     try:
         return _run_parts(suite, arguments, console, figure)
     finally:
@@ -98,7 +108,7 @@ def _run_parts(suite: Suite, arguments: argparse.Namespace, console: Console, fi
             if not arguments.only or part.name in arguments.only:
                 with console.status(f"measuring {part.name}"):
                     part.run()
-    except (DisagreementError, RankError) as error:
+    except (DataError, DisagreementError, RankError) as error:
         return _fail(1, str(error))
     _write(suite, arguments, console, figure)
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from benchmarks.bars import Bar
@@ -27,10 +28,12 @@ class Suite(abc.ABC):
     """One suite's settings, and what it has measured so far."""
 
     file: ClassVar[str]  # what its JSON and its picture are called
-    takes_threads: ClassVar[bool] = True  # whether it measures with the numbers of threads that are asked for
+    own_threads: ClassVar[str] = ""  # why it does not measure with the numbers of threads that are asked for
+    usual_repeats: ClassVar[int] = 25
+    quick_repeats: ClassVar[int] = 5
 
-    def __init__(self, *, quick: bool, threads: Sequence[int], repeats: int) -> None:
-        self.quick, self.threads, self.repeats = quick, threads, repeats
+    def __init__(self, *, quick: bool, threads: Sequence[int], repeats: int, data: Path | None = None) -> None:
+        self.quick, self.threads, self.repeats, self.data = quick, threads, repeats, data
         self.measurements: list[Measurement] = []
 
     @abc.abstractmethod

@@ -22,7 +22,7 @@ TIMEOUT = 300.0  # seconds: checking, warming up and timing the largest case tak
 
 class DistributedSuite(Suite):
     file = "distributed"
-    takes_threads = False
+    own_threads = "has one thread per rank"
 
     balance: costs.Balance | None = None
 

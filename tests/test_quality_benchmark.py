@@ -1,0 +1,134 @@
+"""The suite `quality` runs, and its rankings, splits and comparisons are what they would be by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.command import main
+from benchmarks.quality import interactions, planted, tuning
+from benchmarks.quality.adagrad import RowwiseAdagrad
+from benchmarks.quality.comparison import Ratio, ratio
+from benchmarks.quality.interactions import HEADINGS, MEMBER, DataError
+from benchmarks.quality.ranking import rank
+from benchmarks.quality.rules import ADAGRAD, ADAM, RULES, Rule
+from benchmarks.quality.tuning import Figure, Outcome
+from pictures import is_png
+
+
+def write_wheel(path: Path, users: int = 12, items: int = 30) -> Path:
+    """Made-up interactions in RecBole's format: user n has met every second item from n on."""
+    rows = [
+        f"u{user}\ti{(user + 2 * at) % items}\t3\t{880_000_000 + at}"
+        for user in range(users)
+        for at in range(items // 3)
+    ]
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr(MEMBER, "\n".join(["\t".join(HEADINGS), *rows]) + "\n")
+    return path
+
+
+def test_quality_bench_writes_all_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wheel = write_wheel(tmp_path / "made_up.whl")
+    assert main(["quality", "--quick", "--data", str(wheel), "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "NDCG@10" in shown
+    assert "error of tail" in shown
+    assert is_png(tmp_path / "quality.png")
+
+    document = json.loads((tmp_path / "quality.json").read_text())
+    for part, names in (("movielens", ("ndcg_at_10", "hit_rate_at_10")), ("planted", (planted.HEAD, planted.TAIL))):
+        assert [result["rule"] for result in document[part]] == [rule.name for rule in RULES]
+        for result in document[part]:
+            for name in names:
+                figure = result[name]
+                assert len(figure["all"]) == document["seeds"] == 2
+                assert 0 <= figure["min"] <= figure["mean"]
+                assert result[f"{name}_over_sparse_adam"]["mean"] > 0
+    assert document["bars"] == []
+
+
+def test_quality_bench_says_what_is_wrong_with_its_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["quality", "--quick", "--only", "movielens", "--data", str(tmp_path / "none.whl"), "--out", str(tmp_path)]
+    assert main(line) == 1
+    assert "expected the wheel of recbole" in capsys.readouterr().err
+    with pytest.raises(DataError, match="the columns are"):
+        list(interactions.parse(["user\titem", "1\t2"]))
+
+
+def test_ranking_is_as_by_hand() -> None:
+    scores = torch.arange(12.0).repeat(4, 1)  # the best item is 11, then 10, ...
+    met = torch.tensor([[0, 11], [0, 10], [1, 3]])
+    # User 0 has met the two best, so item 9 comes first; 8 comes fourth, 2 tenth, and 1 eleventh for the others.
+    found = rank(scores, torch.tensor([[0, 9], [1, 8], [2, 2], [3, 1]]), met)
+    assert found.hit_rate == 3 / 4
+    assert found.ndcg == pytest.approx((1 + 1 / math.log2(5) + 1 / math.log2(11)) / 4)
+
+
+def test_equal_scores_rank_nothing() -> None:
+    assert rank(torch.zeros(1, 12), torch.tensor([[0, 4]]), torch.empty(0, 2, dtype=torch.int64)).hit_rate == 0
+
+
+def test_the_last_interaction_is_for_testing_and_the_one_before_for_validation() -> None:
+    text = ["\t".join(HEADINGS), "a\tx\t5\t3", "a\ty\t1\t1", "b\tx\t2\t9", "a\tz\t4\t2", "b\tz\t4\t8", "a\tw\t4\t3"]
+    data = interactions.split(interactions.parse(text))
+    assert (data.users, data.items) == (2, 4)
+    # Items are numbered as they come: x, y, z, w. Of those of one time, the later in the file is the last.
+    assert data.train.tolist() == [[0, 1], [0, 2], [1, 2], [1, 0]]
+    assert data.validation.tolist() == [[0, 0]]
+    assert data.test.tolist() == [[0, 3]]
+
+
+def test_the_best_rate_on_validation_is_taken_and_other_seeds_are_reported() -> None:
+    asked: list[tuple[float, int]] = []
+
+    def trial(_rule: Rule, rate: float, seed: int) -> Outcome:
+        asked.append((rate, seed))
+        figures: Mapping[str, float] = {"figure": seed + rate}
+        return Outcome({0.1: 1.0, 0.2: 2.0, 0.4: math.nan}[rate], figures, 8.0)
+
+    (found,) = tuning.results([ADAM], trial, (0.1, 0.2, 0.4), tuning_seeds=2, seeds=3)
+    assert (found.rate, found.is_at_edge) == (0.2, False)
+    assert found.figures["figure"].values == (0.2, 1.2, 2.2)
+    assert found.figures["figure"].deviation == pytest.approx(1)
+    assert not {seed for _, seed in asked[:6]} & {seed for _, seed in asked[6:]}
+
+
+def test_ratio_is_of_the_means_and_its_interval_of_pairs() -> None:
+    doubled = ratio(Figure((2.0, 4.0, 12.0)), Figure((1.0, 2.0, 6.0)))
+    assert (doubled.mean, doubled.low, doubled.high) == pytest.approx((2, 2, 2))
+    assert [Ratio(1, low, high).within_one_percent for low, high in ((0.99, 1.1), (0.9, 0.98), (0.98, 1))] == [
+        "yes",
+        "no",
+        "open",
+    ]
+
+
+def test_the_head_makes_up_half_of_the_draws() -> None:
+    # 1, 1/2, 1/3, ... add up to 2.93 over ten rows; the first row makes up a third of that, the first two half.
+    assert planted.Problem(rows=10, dim=1, batch=1, steps=1).head == 2
+
+
+def test_planted_vectors_are_found() -> None:
+    problem = planted.Problem(rows=50, dim=4, batch=64, steps=400)
+    for rule in (ADAM, ADAGRAD):
+        found = planted.learn(problem, rule, 0.1, seed=0).figures
+        assert found[planted.HEAD] < found[planted.TAIL] < 0.3
+
+
+def test_rowwise_adagrad_is_as_by_hand() -> None:
+    table = torch.nn.Embedding(3, 2, sparse=True, _weight=torch.zeros(3, 2))
+    optimizer = RowwiseAdagrad(table.parameters(), lr=0.5, eps=0.0)
+    for gradient in ([1.0, 7.0], [3.0, 1.0]):
+        table.zero_grad()
+        (table(torch.tensor([1])) * torch.tensor([gradient])).sum().backward()
+        optimizer.step()
+    # Mean squares: 25, then 25 + 5.
+    expected = [-0.5 * (1 / 5 + 3 / math.sqrt(30)), -0.5 * (7 / 5 + 1 / math.sqrt(30))]
+    assert table.weight.tolist() == [[0, 0], pytest.approx(expected), [0, 0]]
