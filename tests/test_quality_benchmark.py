@@ -39,11 +39,14 @@ def test_quality_bench_writes_all_figures(tmp_path: Path, capsys: pytest.Capture
     assert main(["quality", "--quick", "--data", str(wheel), "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "NDCG@10" in shown
-    assert "error of tail" in shown
+    assert "error of the tail" in shown
     assert is_png(tmp_path / "quality.png")
 
     document = json.loads((tmp_path / "quality.json").read_text())
-    for part, names in (("movielens", ("ndcg_at_10", "hit_rate_at_10")), ("planted", (planted.HEAD, planted.TAIL))):
+    for part, names in (
+        ("movielens", ("ndcg_at_10", "hit_rate_at_10", "ndcg")),
+        ("planted", (planted.HEAD, planted.TAIL)),
+    ):
         assert [result["rule"] for result in document[part]] == [rule.name for rule in RULES]
         for result in document[part]:
             for name in names:
@@ -69,6 +72,7 @@ def test_ranking_is_as_by_hand() -> None:
     found = rank(scores, torch.tensor([[0, 9], [1, 8], [2, 2], [3, 1]]), met)
     assert found.hit_rate == 3 / 4
     assert found.ndcg == pytest.approx((1 + 1 / math.log2(5) + 1 / math.log2(11)) / 4)
+    assert found.full_ndcg == pytest.approx(found.ndcg + 1 / math.log2(12) / 4)
 
 
 def test_equal_scores_rank_nothing() -> None:

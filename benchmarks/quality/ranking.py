@@ -16,6 +16,8 @@ class Ranking:
     """Mean of 1 / log2(1 + place) of the right items within the first ten; an item beyond them counts 0."""
     hit_rate: float
     """How many of the right items are among the first ten."""
+    full_ndcg: float
+    """The same without an end of the list. Every user counts, so chance moves it less than the other two."""
 
 
 def rank(scores: Tensor, wanted: Tensor, met: Tensor) -> Ranking:
@@ -30,6 +32,5 @@ def rank(scores: Tensor, wanted: Tensor, met: Tensor) -> Ranking:
     scores[met[:, 0], met[:, 1]] = -torch.inf
     scores[users, items] = -torch.inf
     places = 1 + (scores[users] >= right).sum(1)
-    is_hit = places <= LENGTH
-    gains = is_hit / torch.log2(1 + places)
-    return Ranking(gains.mean(dtype=torch.float64).item(), is_hit.mean(dtype=torch.float64).item())
+    is_hit, gains = places <= LENGTH, 1 / torch.log2(1 + places)
+    return Ranking(*(figure.mean(dtype=torch.float64).item() for figure in (is_hit * gains, is_hit, gains)))

@@ -17,14 +17,14 @@ class Sizes:
 
 
 FULL = Sizes(
-    shape=Shape(dim=64, hidden=64, batch=256, epochs=4),
+    shape=Shape(dim=64, hidden=64, batch=256, epochs=3),
     problem=Problem(rows=20_000, dim=32, batch=512, steps=2_000),
-    rates=(0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64),
+    rates=(0.005, 0.0125, 0.03, 0.08, 0.2, 0.5),
     tuning_seeds=2,
 )
 QUICK = Sizes(
-    shape=Shape(dim=8, hidden=8, batch=1_024, epochs=1),
-    problem=Problem(rows=500, dim=4, batch=64, steps=50),
+    shape=Shape(dim=8, hidden=8, batch=512, epochs=1),
+    problem=Problem(rows=500, dim=4, batch=64, steps=30),
     rates=(0.02, 0.2),
     tuning_seeds=1,
 )
