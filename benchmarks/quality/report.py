@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _WHAT = ["rule of the tables", "state: bytes\nper weight", "learning\nrate"]
 _CAPTION = (
-    "Mean ± standard deviation (minimum) over {} seeds. Below: ratio to SparseAdam's mean, its 95% interval by a paired "
+    "Mean ± standard deviation (minimum) over {} seeds. Below: ratio to SparseAdam's mean, 95% interval by a paired "
     "bootstrap{}. *: an end of the rates tried."
 )
 _VERDICT = ", and whether the interval is at or above 0.99 (yes), below (no) or around it (open)"
