@@ -65,6 +65,11 @@ def test_quality_bench_says_what_is_wrong_with_its_data(tmp_path: Path, capsys: 
         list(interactions.parse(["user\titem", "1\t2"]))
 
 
+def test_quality_bench_takes_no_threads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quality", "--threads", "2", "--out", str(tmp_path)]) == 2
+    assert "quality trains on one thread" in capsys.readouterr().err
+
+
 def test_ranking_is_as_by_hand() -> None:
     scores = torch.arange(12.0).repeat(4, 1)  # the best item is 11, then 10, ...
     met = torch.tensor([[0, 11], [0, 10], [1, 3]])
