@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class QualitySuite(Suite):
     file = "quality"
     own_threads = "trains on one thread"
-    usual_repeats, quick_repeats = 16, 2
+    usual_repeats, quick_repeats = 12, 2
 
     planted: Sequence[Result] = ()
     movielens: Sequence[Result] = ()
