@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import zipfile
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import quality
 from benchmarks.command import main
 from benchmarks.quality import interactions, planted, tuning
 from benchmarks.quality.adagrad import RowwiseAdagrad
@@ -18,6 +20,7 @@ from benchmarks.quality.comparison import Ratio, ratio
 from benchmarks.quality.interactions import HEADINGS, MEMBER, DataError
 from benchmarks.quality.ranking import rank
 from benchmarks.quality.rules import ADAGRAD, ADAM, RULES, Rule
+from benchmarks.quality.sizes import QUICK
 from benchmarks.quality.tuning import Figure, Outcome
 from pictures import is_png
 
@@ -34,7 +37,13 @@ def write_wheel(path: Path, users: int = 12, items: int = 30) -> Path:
     return path
 
 
-def test_quality_bench_writes_all_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quality_bench_writes_all_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ROWSTEP_BACKEND", "reference")  # no kernel is compiled for each of the rules
+    tiny = planted.Problem(rows=50, dim=4, batch=16, steps=5)
+    monkeypatch.setattr(quality, "QUICK", dataclasses.replace(QUICK, problem=tiny))
+    monkeypatch.setattr(planted, "HELD_OUT", 100)
     wheel = write_wheel(tmp_path / "made_up.whl")
     assert main(["quality", "--quick", "--data", str(wheel), "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
@@ -125,7 +134,7 @@ def test_the_head_makes_up_half_of_the_draws() -> None:
 
 
 def test_planted_vectors_are_found() -> None:
-    problem = planted.Problem(rows=50, dim=4, batch=64, steps=400)
+    problem = planted.Problem(rows=50, dim=4, batch=64, steps=200)
     for rule in (ADAM, ADAGRAD):
         found = planted.learn(problem, rule, 0.1, seed=0).figures
         assert found[planted.HEAD] < found[planted.TAIL] < 0.3
