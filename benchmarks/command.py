@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         choices=SUITES,
         default="sparse",
-        help="SparseAdam (default), DeferredAdam, sharded tables, or what models learn with less state",
+        help="SparseAdam (default), DeferredAdam, sharded tables, kinds of state, or what models learn with less of it",
     )
     parser.add_argument("--only", nargs="+", metavar="PART", help="parts of the suite, such as zipf-1m, loop or flush")
     parser.add_argument(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -31,9 +32,7 @@ _SMALL = Case("agreement", 300, 16, 200)
 class MemorySuite(Suite):
     file = "memory"
 
-    def __init__(self, *, quick: bool, threads: Any, repeats: int) -> None:
-        super().__init__(quick=quick, threads=threads, repeats=repeats)
-        self.bytes_per_weight: dict[str, float] = {}
+    bytes_per_weight: Mapping[str, float] = MappingProxyType({})
 
     def parts(self) -> Iterator[Part]:
         yield Part("agreement", _check_agreement)
@@ -76,7 +75,7 @@ class MemorySuite(Suite):
         return True
 
     def findings(self) -> dict[str, Any]:
-        return {"state_bytes_per_weight": self.bytes_per_weight}
+        return {"state_bytes_per_weight": dict(self.bytes_per_weight)}
 
 
 def _state_bytes(optimizer: SparseAdam) -> int:
