@@ -44,8 +44,9 @@ RULE = Scalars(0.9, 0.999, 1e-8, 0.1)
 ALL_OPTIONS = Scalars(0.9, 0.999, 1e-8, 0.1, True, None, 0.1, True, False, True, Kept(amsgrad=True))
 BY_ROW = Scalars(0.9, 0.999, 1e-8, 0.1, kept=Kept("row"))
 FACTORED = Scalars(0.0, 0.999, 1e-8, 0.1, decay=0.1, kept=Kept("factored", first=False))
-RULES = [RULE, ALL_OPTIONS, BY_ROW, FACTORED]
+RULES = [RULE, ALL_OPTIONS, FACTORED]
 if LONG:  # amsgrad, counts and skipping decide what is read and written where; the others come along
+    RULES += [BY_ROW]
     RULES += [
         replace(
             RULE,
@@ -172,7 +173,7 @@ def schedule(*, amsgrad: bool) -> Schedule:
 
 
 def deferred() -> None:
-    kinds = (Kept(), Kept(amsgrad=True), Kept("row"), Kept("row", first=False))
+    kinds = [Kept(), Kept(amsgrad=True), Kept("row"), *([Kept("row", first=False)] if LONG else [])]
     for dtype, kept in cases(DTYPES, kinds):
         coefficients = schedule(amsgrad=kept.amsgrad)
         for width, rows in shapes():
