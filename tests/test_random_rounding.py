@@ -193,6 +193,31 @@ def test_a_part_of_a_table_is_rounded_as_the_whole_is(parts: int) -> None:
         assert torch.equal(own.state[part]["exp_avg_sq"], optimizer.state[whole]["exp_avg_sq"][ids])
 
 
+def test_rows_of_a_part_catch_up_when_those_of_the_whole_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Now and then a row that waits has its turn to catch up, and is rounded then: at the same step for all ranks."""
+    monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
+    rows, steps = 500, 200
+    order, start = RowOrder.spread(rows), torch.randn(rows, 7)
+    tables = {}
+    for parts in (1, 4):
+        size, pieces = rows // parts, []
+        for first in range(0, rows, size):
+            param = nn.Parameter(start[first : first + size].clone())
+            mark(param, TablePart(order, range(first, first + size), peers=None))
+            optimizer = DeferredAdamW([param], lr=0.01, state_dtype=torch.bfloat16)
+            for step in range(steps):
+                generator = torch.Generator().manual_seed(step)
+                ids = torch.randperm(rows, generator=generator)[:40]
+                values = torch.randn(40, 7, generator=generator)
+                own = (ids >= first) & (ids < first + size)
+                optimizer.catch_up(param, ids[own] - first)
+                param.grad = rows_of(param, ids[own] - first, values[own])
+                optimizer.step()
+            pieces.append(param.detach().clone())
+        tables[parts] = torch.cat(pieces)
+    assert torch.equal(tables[1], tables[4])
+
+
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("kind", [SparseAdam, DeferredAdamW])
 def test_a_run_that_is_resumed_goes_on_with_the_same_bits(kind: Any) -> None:
