@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from ranks import Ranks
 from rowstep import DeferredAdam, SparseAdam
 from rowstep._layout import RowOrder
 from rowstep.distributed import ShardedEmbedding, ShardedEmbeddingBag, bytes_per_step, count_traffic
-from rowstep.distributed._plan import Blocks
-from rowstep.distributed._table import ShardedTable
+from rowstep.distributed._map import JointMap
+from rowstep.distributed._placement import Blocks, Placement
 
 # The order of rows
 
@@ -110,15 +111,14 @@ def test_blocks_hold_every_row_once_and_are_cut_as_torch_cuts(rows: int, ranks: 
 def test_positions_are_cut_between_their_owners(rows: int, ranks: int, data: st.DataObject) -> None:
     positions = sorted(data.draw(st.sets(st.integers(0, rows - 1))))
     blocks = Blocks(rows, ranks)
-    counts = [sum(position in blocks.of(rank) for position in positions) for rank in range(ranks)]
-    assert blocks.cut(torch.tensor(positions, dtype=torch.int64)) == counts
-    numbers = [
+    request = JointMap([Placement(rows, ranks)], ranks).ask(torch.tensor(positions, dtype=torch.int32))
+    assert request.counts == [[sum(position in blocks.of(rank) for position in positions)] for rank in range(ranks)]
+    assert request.numbers.tolist() == [
         position - blocks.of(rank).start
         for rank in range(ranks)
         for position in positions
         if position in blocks.of(rank)
     ]
-    assert [position % blocks.size for position in positions] == numbers
 
 
 # Load
@@ -136,7 +136,7 @@ def busiest_over_mean(order: RowOrder, ids_of_ranks: list[Tensor]) -> float:
     blocks = Blocks(order.rows, len(ids_of_ranks))
     load = torch.zeros(len(ids_of_ranks))
     for ids in ids_of_ranks:
-        load += torch.tensor(blocks.cut(torch.unique(order.positions(ids))))
+        load += torch.bincount(torch.unique(order.positions(ids)) // blocks.size, minlength=len(ids_of_ranks))
     return float(load.max() / load.mean())
 
 
@@ -227,12 +227,8 @@ def traffic_of_a_step(rank: int, ranks: int, kind: str) -> dict[str, Any]:
 
 def traffic_with_long_indices(rank: int, ranks: int) -> dict[str, Any]:
     """As if a block had 2^31 rows or more."""
-    usual = ShardedTable._index_dtype
-    ShardedTable._index_dtype = property(lambda self: torch.int64)  # type: ignore[assignment]
-    try:
+    with mock.patch.object(Placement, "span", 2**31):
         return traffic_of_a_step(rank, ranks, "embedding")
-    finally:
-        ShardedTable._index_dtype = usual  # type: ignore[method-assign]
 
 
 def assert_as_predicted(measured: list[dict[str, Any]], element: int, index: int) -> None:
@@ -247,10 +243,10 @@ def assert_as_predicted(measured: list[dict[str, Any]], element: int, index: int
         assert part["forward"] == {
             "headers": 16 * (count - 1),
             "ids": index * from_others,
-            "votes": 4 * (count - 1),
+            "votes": 16 * (count - 1),
             "rows": element * WIDTH * for_others,
         }
-        assert part["backward"] == {"gradients": element * WIDTH * from_others}
+        assert part["backward"] == {"headers": 16 * (count - 1), "gradients": element * WIDTH * from_others}
         assert part["step"] == {}, "an optimizer has nothing to send"
 
 

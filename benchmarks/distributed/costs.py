@@ -13,7 +13,7 @@ from ranks import Ranks
 from rowstep import DeferredAdam, SparseAdam
 from rowstep._layout import RowOrder
 from rowstep.distributed import ShardedEmbedding, bytes_per_step, count_traffic
-from rowstep.distributed._plan import Blocks
+from rowstep.distributed._placement import Blocks
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,18 @@ from unittest import mock
 import torch.distributed as dist
 
 from benchmarks.distributed.training import Trainer
-from rowstep.distributed import _exchange, _table
+from rowstep.distributed import _exchange, _fetch, _traffic
 
-DEDUPE, READ, VOTE, PHASES = "dedupe", "read rows", "vote", ("rest of forward", "rest of backward", "optimizer")
-SWAPS = {"headers": "headers, and waiting", "ids": "send ids", "rows": "send rows", "gradients": "send gradients"}
-STAGES = (DEDUPE, SWAPS["headers"], SWAPS["ids"], READ, VOTE, SWAPS["rows"], PHASES[0], SWAPS["gradients"], *PHASES[1:])
+DEDUPE, READ, PHASES = "dedupe", "read rows", ("rest of forward", "rest of backward", "optimizer")
+SWAPS = {
+    "headers": "headers, and waiting",
+    "ids": "send ids",
+    "votes": "vote",
+    "rows": "send rows",
+    "gradients": "send gradients",
+}
+STAGES = (DEDUPE, *(SWAPS[kind] for kind in ("headers", "ids")), READ, SWAPS["votes"], SWAPS["rows"])
+STAGES = (*STAGES, PHASES[0], SWAPS["gradients"], *PHASES[1:])
 
 
 class Stopwatch:
@@ -65,13 +72,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def _wrapped(self) -> Iterator[None]:
-        count, swap, asking, read = (
-            _exchange._count,
-            dist.all_to_all_single,
-            _table.ShardedTable._ask,
-            _table.ShardedTable._read,
-        )
-        agree = _exchange.agree
+        count, swap, asking, read = _traffic.count, dist.all_to_all_single, _fetch.Desk._ask, _fetch.Desk._read
 
         def note_message(kind: str, *rest: Any) -> None:
             self._message = kind  # it is counted right before it is sent
@@ -85,19 +86,14 @@ class Stopwatch:
             with self._stage(DEDUPE):
                 return asking(*args)
 
-        def timed_agree(*args: Any) -> Any:
-            with self._stage(VOTE):
-                return agree(*args)
-
         def timed_read(*args: Any) -> Any:
             with self._stage(READ):
                 return read(*args)
 
         with (
-            mock.patch.object(_exchange, "_count", note_message),
+            mock.patch.object(_exchange, "count", note_message),
             mock.patch.object(dist, "all_to_all_single", timed_swap),
-            mock.patch.object(_table.ShardedTable, "_ask", timed_asking),
-            mock.patch.object(_exchange, "agree", timed_agree),
-            mock.patch.object(_table.ShardedTable, "_read", timed_read),
+            mock.patch.object(_fetch.Desk, "_ask", timed_asking),
+            mock.patch.object(_fetch.Desk, "_read", timed_read),
         ):
             yield

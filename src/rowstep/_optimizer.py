@@ -118,6 +118,8 @@ class RowOptimizer(Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 take_over(param, self)
+        for peers in _part.peers_of(self._all_params()):
+            peers.before_step()
         with self._lock:
             self._finish_step()
             backend = _backends.chosen()
@@ -133,8 +135,7 @@ class RowOptimizer(Optimizer):
         factored = [group for group in self.param_groups if group.get("second_moment") == "factored"]
         if not factored:
             return self._plans(backend)
-        parts = [_part.part_of(param) for group in factored for param in group["params"]]
-        peers = dict.fromkeys(part.peers for part in parts if part is not None and part.peers is not None)
+        peers = _part.peers_of([param for group in factored for param in group["params"]])
         if not peers:
             return self._plans(backend)
         plans: list[Plan] = []

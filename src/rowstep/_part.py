@@ -9,7 +9,7 @@ The core imports nothing of ``rowstep.distributed``. What takes messages between
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -42,6 +42,9 @@ class Peers(Protocol):
 
     def sum(self, local: Tensor) -> Tensor:
         """The sum of every rank's tensor of this shape, the same on all ranks."""
+
+    def before_step(self) -> None:
+        """Raise on all ranks if only some of them have run the backward pass of a lookup."""
 
 
 @dataclass(eq=False)
@@ -95,6 +98,12 @@ class TablePart:
             return value[self.positions.start : self.positions.stop].clone()  # and let go of the rest
         positions = torch.arange(self.positions.start, self.positions.stop, device=value.device)
         return value.index_select(0, order.positions(self.order.ids(positions)))
+
+
+def peers_of(params: Iterable[Tensor]) -> list[Peers]:
+    """The ranks with which these parameters share tables, each group once."""
+    parts = [part for param in params if (part := part_of(param)) is not None]
+    return list(dict.fromkeys(part.peers for part in parts if part.peers is not None))
 
 
 def summed_over_ranks(param: Tensor, local: Tensor) -> Tensor:

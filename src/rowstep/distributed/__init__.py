@@ -1,19 +1,27 @@
 """Embedding tables sharded by rows over the ranks of torch.distributed. See ``docs/distributed.md``."""
 
 from ._checkpoint import load
+from ._collection import ShardedEmbeddingCollection
+from ._costs import bytes_per_step
 from ._ddp import allreduce_hook, ddp
 from ._embedding import ShardedEmbedding, ShardedEmbeddingBag
-from ._exchange import PeerError, Traffic, count_traffic
-from ._plan import bytes_per_step
+from ._exchange import PeerError
+from ._plan import Plan, Size, Use, plan_tables
+from ._traffic import Traffic, count_traffic
 
 __all__ = [
     "PeerError",
+    "Plan",
     "ShardedEmbedding",
     "ShardedEmbeddingBag",
+    "ShardedEmbeddingCollection",
+    "Size",
     "Traffic",
+    "Use",
     "allreduce_hook",
     "bytes_per_step",
     "count_traffic",
     "ddp",
     "load",
+    "plan_tables",
 ]

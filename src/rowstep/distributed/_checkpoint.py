@@ -32,10 +32,12 @@ from .._optimizer import RowOptimizer
 from .._part import ROW_ORDER
 from .._state import BY_ROW, OF_MOMENTS, row_slots
 from . import _exchange
-from ._plan import Blocks
+from ._placement import Blocks
+from ._topic import Topic
 
 _SECOND_MOMENTS = tuple(name for name in OF_MOMENTS if name.startswith("exp_avg_sq"))
 
+_LOADING = Topic("loading of a checkpoint")
 _ALONE = "torch.distributed is disabled, unavailable or uninitialized"  # what torch warns of in a single process
 
 
@@ -68,7 +70,7 @@ def load(
         if isinstance(value, RowOptimizer):
             value.allocate_state()
     group = None if no_dist else _exchange.default_group(process_group)
-    orders = _exchange.agree(lambda: _saved_orders(storage_reader), group)
+    orders = _exchange.agree(_LOADING, lambda: _saved_orders(storage_reader), group)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=_ALONE)
         dcp_load(

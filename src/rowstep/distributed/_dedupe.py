@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,21 +37,3 @@ def sum_duplicates(values: Tensor, of: Deduped) -> Tensor:
         return sums.index_add_(0, of.places.reshape(-1), values)
     # 65,536 Zipf ids of width 64, one thread: 0.9 ms, where index_add_ takes 4.6 and coalesce, sorting included, 27.
     return F.embedding_bag(of.occurrences, values, of.starts, mode="sum")
-
-
-class _RepeatRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, of: Deduped) -> Tensor:
-        ctx.of = of
-        return rows.index_select(0, of.places.reshape(-1))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return sum_duplicates(grad.contiguous(), ctx.of), None
-
-
-def repeat_rows(rows: Tensor, of: Deduped) -> Tensor:
-    """A row for every number given, from one for each distinct number; its gradient is summed again."""
-    repeated: Tensor = _RepeatRows.apply(rows, of)  # type: ignore[no-untyped-call]
-    return repeated

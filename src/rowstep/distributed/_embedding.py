@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F  # noqa: N812  # as torch's own documents have it
 
-from ._dedupe import repeat_rows
+from ._dedupe import Deduped
+from ._fetch import Lookup
+from ._placement import DIVIDED, Place
 from ._table import ShardedTable
 
 
@@ -32,7 +34,11 @@ class ShardedEmbedding(ShardedTable):
         group: the process group; by default all ranks. In a process without torch.distributed the table is not sharded.
         gradient: how to combine the ranks' gradients of a row: ``"mean"``, as under DistributedDataParallel, or
             ``"sum"``.
+        placement: ``"divided"`` by rows over all ranks, ``"everywhere"`` (whole on every rank), or the number of the
+            rank that gets the whole table.
     """
+
+    has_bags = False
 
     def __init__(
         self,
@@ -50,6 +56,7 @@ class ShardedEmbedding(ShardedTable):
         *,
         group: ProcessGroup | None = None,
         gradient: str = "mean",
+        placement: Place = DIVIDED,
     ) -> None:
         super().__init__(
             num_embeddings,
@@ -65,20 +72,33 @@ class ShardedEmbedding(ShardedTable):
             dtype=dtype,
             group=group,
             gradient=gradient,
+            placement=placement,
         )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # who sends how much depends on the ids
     def forward(self, input: Tensor) -> Tensor:
         """Look up ids of any shape."""
-        rows, found = self._fetch(lambda: self._check(input), input)
-        return repeat_rows(rows, found).view(*input.shape, self.embedding_dim)
+        return self._look_up(input)
+
+    def lookup(self, input: Tensor) -> Lookup:
+        """What ``forward`` does with these arguments, in parts: before and after rows are fetched."""
+        return Lookup(lambda: self._check(input))
 
     @classmethod
     def from_embedding(
-        cls, embedding: nn.Embedding, *, group: ProcessGroup | None = None, gradient: str = "mean"
+        cls,
+        embedding: nn.Embedding,
+        *,
+        group: ProcessGroup | None = None,
+        gradient: str = "mean",
+        placement: Place = DIVIDED,
+        device: Any = None,
     ) -> ShardedEmbedding:
-        """Shard an Embedding. Every rank passes the same full table and keeps its own rows."""
-        weight = embedding.weight
+        """Shard an Embedding. Every rank passes the same full table and keeps its own rows.
+
+        Of one on the meta device only sizes and options count: new rows are drawn, on ``device``.
+        """
+        weight, device = embedding.weight, _device_of(embedding, device)
         return cls(
             embedding.num_embeddings,
             embedding.embedding_dim,
@@ -86,12 +106,13 @@ class ShardedEmbedding(ShardedTable):
             embedding.max_norm,
             embedding.norm_type,
             embedding.scale_grad_by_freq,
-            _weight=weight,
+            _weight=None if weight.is_meta else weight,
             _freeze=not weight.requires_grad,
-            device=weight.device,
+            device=device,
             dtype=weight.dtype,
             group=group,
             gradient=gradient,
+            placement=placement,
         )
 
     def to_embedding(self) -> nn.Embedding:
@@ -117,8 +138,10 @@ class ShardedEmbeddingBag(ShardedTable):
     Args:
         num_embeddings, embedding_dim, max_norm, norm_type, mode, include_last_offset, padding_idx: as for
             :class:`torch.nn.EmbeddingBag`.
-        scale_grad_by_freq, sparse, group, gradient: as for :class:`ShardedEmbedding`.
+        scale_grad_by_freq, sparse, group, gradient, placement: as for :class:`ShardedEmbedding`.
     """
+
+    has_bags = True
 
     def __init__(
         self,
@@ -137,6 +160,7 @@ class ShardedEmbeddingBag(ShardedTable):
         *,
         group: ProcessGroup | None = None,
         gradient: str = "mean",
+        placement: Place = DIVIDED,
     ) -> None:
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f"Invalid mode value: {mode!r}; expected 'sum', 'mean' or 'max'")
@@ -154,6 +178,7 @@ class ShardedEmbeddingBag(ShardedTable):
             dtype=dtype,
             group=group,
             gradient=gradient,
+            placement=placement,
         )
         self.mode, self.include_last_offset = mode, include_last_offset
 
@@ -161,23 +186,31 @@ class ShardedEmbeddingBag(ShardedTable):
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Look up bags of ids: the rows of a 2-D ``input``, or slices of a 1-D one that start at ``offsets``."""
 
-        def check() -> None:
+        return self._look_up(input, offsets, per_sample_weights)
+
+    def lookup(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Lookup:
+        """What ``forward`` does with these arguments, in parts: before and after rows are fetched."""
+
+        def check() -> Tensor:
             # Bags of a table of one row and one number: what torch has to say about the arguments, it says before
             # anything is sent (0.1 ms for 65,536 ids).
             self._check(input)
-            one = self.weight.new_zeros(1, 1)
+            one = torch.zeros(1, 1, dtype=self.weight.dtype, device=self.weight.device)
             with torch.no_grad():
                 self._reduce(torch.zeros_like(input), one, offsets, per_sample_weights, None)
+            return input
 
-        rows, found = self._fetch(check, input)
-        places = found.places
-        padding = None
-        if self.padding_idx is not None:
-            padded = places[input == self.padding_idx]
-            padding = int(padded[0]) if len(padded) else None
-        if not len(rows):
-            rows = torch.cat([rows, self.weight.new_zeros(1, self.embedding_dim)])  # torch wants a row, even for no ids
-        return self._reduce(places.to(input.dtype), rows, offsets, per_sample_weights, padding)
+        def reduce(rows: Tensor, found: Deduped) -> Tensor:
+            places = found.places
+            padding = None
+            if self.padding_idx is not None:
+                padded = places[input == self.padding_idx]
+                padding = int(padded[0]) if len(padded) else None
+            if not len(rows):  # torch wants a row, even for no ids
+                rows = torch.cat([rows, rows.new_zeros(1, self.embedding_dim)])
+            return self._reduce(places.to(input.dtype), rows, offsets, per_sample_weights, padding)
+
+        return Lookup(check, reduce)
 
     def _reduce(
         self, places: Tensor, rows: Tensor, offsets: Tensor | None, weights: Tensor | None, padding: int | None
@@ -194,10 +227,16 @@ class ShardedEmbeddingBag(ShardedTable):
 
     @classmethod
     def from_embedding(
-        cls, embedding: nn.EmbeddingBag, *, group: ProcessGroup | None = None, gradient: str = "mean"
+        cls,
+        embedding: nn.EmbeddingBag,
+        *,
+        group: ProcessGroup | None = None,
+        gradient: str = "mean",
+        placement: Place = DIVIDED,
+        device: Any = None,
     ) -> ShardedEmbeddingBag:
-        """Shard an EmbeddingBag. Every rank passes the same full table and keeps its own rows."""
-        weight = embedding.weight
+        """Shard an EmbeddingBag, as :meth:`ShardedEmbedding.from_embedding` does an Embedding."""
+        weight, device = embedding.weight, _device_of(embedding, device)
         table = cls(
             embedding.num_embeddings,
             embedding.embedding_dim,
@@ -205,13 +244,14 @@ class ShardedEmbeddingBag(ShardedTable):
             embedding.norm_type,
             embedding.scale_grad_by_freq,
             embedding.mode,
-            _weight=weight,
+            _weight=None if weight.is_meta else weight,
             include_last_offset=embedding.include_last_offset,
             padding_idx=embedding.padding_idx,
-            device=weight.device,
+            device=device,
             dtype=weight.dtype,
             group=group,
             gradient=gradient,
+            placement=placement,
         )
         table.weight.requires_grad_(weight.requires_grad)
         return table
@@ -234,3 +274,9 @@ class ShardedEmbeddingBag(ShardedTable):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, mode={self.mode!r}"
+
+
+def _device_of(embedding: nn.Embedding | nn.EmbeddingBag, device: Any) -> Any:
+    if device is not None:
+        return device
+    return None if embedding.weight.is_meta else embedding.weight.device

@@ -1,5 +1,10 @@
 """Every collective of this library, each a small function that counts what it sends.
 
+Ranks come together in a *meeting*: each tells each other what it has come for. If they have come for different things
+(other tables, a lookup and a backward pass), if one of them has failed, or if one does not come in time, all of them
+raise and say so. Whatever is sent after that has been agreed on. All meetings send messages of one size, so that ranks
+that are at odds still understand each other.
+
 ``_fetch`` tells what a lookup sends, and why in that order. DTensors and torch's checkpoints send by themselves.
 """
 
@@ -8,65 +13,27 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ._topic import Topic, fingerprint, ledger_of
+from ._traffic import count
+
 _T = TypeVar("_T")
 _S = TypeVar("_S")
 
 
 class PeerError(RuntimeError):
-    """Another rank raised during a call that all ranks make together, so this rank cannot complete it either."""
+    """Another rank raised, did something else or did not come, in a call that all ranks make together."""
 
 
-@dataclass(eq=False)  # blocks that count may lie within each other: each is found by what it is
-class Traffic:
-    """Bytes that this rank has sent to other ranks, by kind of message."""
-
-    sent: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def total(self) -> int:
-        return sum(self.sent.values())
-
-
-_counting: list[Traffic] = []
-_tables: MutableMapping[ProcessGroup, int] = weakref.WeakKeyDictionary()  # how many each group has
-
-
-@contextlib.contextmanager
-def count_traffic() -> Iterator[Traffic]:
-    """Count the bytes that this rank's collectives send inside the block."""
-    traffic = Traffic()
-    _counting.append(traffic)
-    try:
-        yield traffic
-    finally:
-        _counting.remove(traffic)
-
-
-def _count(kind: str, rank: int, rows: list[int], bytes_per_row: int) -> None:
-    for traffic in _counting:
-        traffic.sent[kind] = traffic.sent.get(kind, 0) + (sum(rows) - rows[rank]) * bytes_per_row
-
-
-class Route(NamedTuple):
-    """How the rows of one lookup travel: how many this rank gets from each rank, and how many each gets from it."""
-
-    asked: list[int]
-    owed: list[int]
-    group: ProcessGroup
-
-    @property
-    def back(self) -> Route:
-        """The other way, which ids and gradients take."""
-        return Route(self.owed, self.asked, self.group)
+# Groups
 
 
 def ranks_of(group: ProcessGroup | None) -> tuple[int, int]:
@@ -79,14 +46,6 @@ def ranks_of(group: ProcessGroup | None) -> tuple[int, int]:
     return rank, dist.get_world_size(group)
 
 
-def number_of_table(group: ProcessGroup | None) -> int:
-    """A number for a new table, by which ranks see whether they look up the same one."""
-    if group is None:
-        return 0
-    _tables[group] = _tables.get(group, 0) + 1
-    return _tables[group]
-
-
 def default_group(group: ProcessGroup | None) -> ProcessGroup | None:
     """The group to use: the one given, the one of all ranks, or None in a process without torch.distributed."""
     if group is not None or not (dist.is_available() and dist.is_initialized()):
@@ -94,48 +53,75 @@ def default_group(group: ProcessGroup | None) -> ProcessGroup | None:
     return dist.group.WORLD
 
 
-def swap_headers(
-    counts: list[int], failure: Exception | None, group: ProcessGroup, *, table: int, has_backward: bool
-) -> list[int]:
-    """Tell each rank how many rows this one wants of it; return how many each wants of this one.
-
-    Raises unless all look up the same ``table``, and all or none of them with a backward pass. A ``failure`` is raised
-    on the rank that met it, and a :class:`PeerError` on all others.
-    """
-    rank, ranks = ranks_of(group)
-    word = table << 2 | has_backward << 1 | (failure is not None)
-    headers = torch.tensor([[word, count] for count in counts], device=_device_for(group))
-    answers = torch.empty_like(headers)
-    _count("headers", rank, [1] * ranks, 16)
-    dist.all_to_all_single(answers, headers, group=group)
-    words, owed = answers.t().tolist()
-    if any(word & 1 for word in words):
-        _raise_everywhere(failure, group)
-    if len(set(words)) > 1:
-        raise RuntimeError(
-            "ranks looked up different tables in one call, or only some of them with gradients; expected the same "
-            f"lookups in the same order on every rank (table numbers by rank: {[word >> 2 for word in words]})"
-        )
-    return cast(list[int], owed)
-
-
-def send_ids(numbers: Tensor, way: Route) -> Tensor:
-    """Send each rank the numbers of the rows wanted of it; return those that are wanted of this one, by who asked."""
-    _count("ids", dist.get_rank(way.group), way.owed, numbers.element_size())
-    return _swap(numbers, way)
-
-
-def agree(action: Callable[[], _T], group: ProcessGroup | None) -> _T:
-    """The result of ``action``, if it raises on no rank; if it does on some, all ranks raise."""
+def twin_group(group: ProcessGroup | None) -> ProcessGroup:
+    """Another group of the same ranks, whose collectives cannot get between those of the first."""
+    group = default_group(group)
     if group is None:
-        return action()
+        raise ValueError("torch.distributed is not initialized; call torch.distributed.init_process_group first")
+    ranks, backend = dist.get_process_group_ranks(group), dist.get_backend_config(group)
+    twin: ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+    return twin
+
+
+_twins: MutableMapping[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+def _channel(group: ProcessGroup) -> ProcessGroup:
+    """The group through which our own messages go, made when the first one is sent.
+
+    Not the user's: were a rank to call ``dist.all_reduce`` while another waits for it in a backward pass, gloo would
+    take the message of one for that of the other, and abort the process.
+    """
+    if group not in _twins:
+        _twins[group] = twin_group(group)
+    return _twins[group]
+
+
+def _device_for(group: ProcessGroup) -> torch.device:
+    """Where small messages must be: NCCL knows no CPU tensors."""
+    if "cpu" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+# Meetings
+
+
+def meet(
+    topic: Topic,
+    numbers: Sequence[int],
+    group: ProcessGroup | None,
+    *,
+    failure: Exception | None = None,
+    kind: str = "headers",
+) -> list[int]:
+    """Come together with all ranks for ``topic``; tell each rank one number, and return what each tells this one.
+
+    A ``failure`` is raised on the rank that met it, and a :class:`PeerError` on all others.
+    """
+    _, ranks = ranks_of(group)
+    if group is None or ranks == 1:
+        if failure is not None:
+            raise failure
+        return list(numbers)
+    word = topic.key << 1 | (failure is not None)
+    told = torch.tensor([[word, number] for number in numbers], device=_device_for(group))
+    heard = torch.empty_like(told)
+    count(kind, 16 * (ranks - 1))
+    with _naming(topic, group):
+        dist.all_to_all_single(heard, told, group=_channel(group))
+    words, answers = heard.t().tolist()
+    if any(word & 1 for word in words):
+        _raise_everywhere(failure, topic, group)
+    if len(set(words)) > 1:
+        _raise_at_odds(topic, group)
+    return cast(list[int], answers)
+
+
+def agree(topic: Topic, action: Callable[[], _T], group: ProcessGroup | None) -> _T:
+    """The result of ``action``, if it raises on no rank; if it does on some, all ranks raise."""
     result, failure = attempt(action, instead=None)
-    flag = torch.tensor([failure is not None], dtype=torch.int32, device=_device_for(group))
-    rank, ranks = ranks_of(group)
-    _count("votes", rank, [1] * ranks, flag.nbytes)
-    dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
-    if flag.item():
-        _raise_everywhere(failure, group)
+    meet(topic, [0] * ranks_of(group)[1], group, failure=failure, kind="votes")
     return cast(_T, result)
 
 
@@ -147,77 +133,71 @@ def attempt(action: Callable[[], _T], instead: _S) -> tuple[_T | _S, Exception |
         return instead, error
 
 
-def _raise_everywhere(failure: Exception | None, group: ProcessGroup) -> None:
+def _raise_everywhere(failure: Exception | None, topic: Topic, group: ProcessGroup) -> None:
     """Raise this rank's own failure, or tell it what the others have met. Every rank comes here."""
-    reports: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(reports, failure and f"{type(failure).__name__}: {failure}", group=group)
+    reports = _gather_objects(failure and f"{type(failure).__name__}: {failure}", topic, group)
     if failure is not None:
         raise failure
     failed = "; ".join(f"rank {rank}: {report}" for rank, report in enumerate(reports) if report is not None)
     raise PeerError(f"this call failed on other ranks: {failed}")
 
 
-def _swap(outgoing: Tensor, way: Route) -> Tensor:
-    """Send ``way.owed[r]`` rows of ``outgoing`` to each rank r; return the ``way.asked[r]`` rows that each sends."""
-    incoming = outgoing.new_empty(sum(way.asked), *outgoing.shape[1:])
-    dist.all_to_all_single(incoming, outgoing.contiguous(), way.asked, way.owed, group=way.group)
+def _raise_at_odds(topic: Topic, group: ProcessGroup) -> None:
+    """Tell every rank what each of them has come for. Every rank comes here."""
+    texts: list[tuple[str, list[str]]] = _gather_objects((topic.text, topic.details), topic, group)
+    common = set.intersection(*(set(details) for _, details in texts))
+    came_for = []
+    for rank, (text, details) in enumerate(texts):
+        special = "; ".join(detail for detail in details if detail not in common)
+        came_for.append(f"rank {rank}: {text}" + (f" ({special})" if special else ""))
+    raise PeerError(
+        "ranks came together for different things; expected the same lookups and the same backward passes, in the "
+        f"same order, on every rank. {'; '.join(came_for)}"
+    )
+
+
+def _gather_objects(mine: Any, topic: Topic, group: ProcessGroup) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    with _naming(topic, group):
+        dist.all_gather_object(gathered, mine, group=_channel(group))
+    return gathered
+
+
+@contextlib.contextmanager
+def _naming(topic: Topic, group: ProcessGroup) -> Iterator[None]:
+    """Say what this rank was waiting for if others do not come in time, or are gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        owed = ledger_of(group).in_words
+        raise PeerError(
+            f"other ranks did not come to the {topic.text}, or are gone{f'; this rank made {owed}' if owed else ''}. "
+            f"torch says: {error}"
+        ) from error
+
+
+# Messages
+
+
+def swap(
+    kind: str, outgoing: Tensor, sizes: Sequence[int], expected: Sequence[int], topic: Topic, group: ProcessGroup | None
+) -> Tensor:
+    """Send ``sizes[r]`` rows of ``outgoing`` to each rank r; return the ``expected[r]`` rows that each sends."""
+    rank, ranks = ranks_of(group)
+    if group is None or ranks == 1:
+        return outgoing
+    bytes_per_row = math.prod(outgoing.shape[1:]) * outgoing.element_size()
+    count(kind, (sum(sizes) - sizes[rank]) * bytes_per_row)
+    incoming = outgoing.new_empty(sum(expected), *outgoing.shape[1:])
+    with _naming(topic, group):
+        dist.all_to_all_single(incoming, outgoing.contiguous(), list(expected), list(sizes), group=_channel(group))
     return incoming
-
-
-class _Rows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, way: Route, divisor: int) -> Tensor:
-        ctx.way, ctx.divisor = way, divisor
-        _count("rows", dist.get_rank(way.group), way.owed, _row_bytes(rows))
-        return _swap(rows, way)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        way = ctx.way.back
-        _count("gradients", dist.get_rank(way.group), way.owed, _row_bytes(grad))
-        incoming = _swap(grad, way)
-        return incoming.div_(ctx.divisor) if ctx.divisor > 1 else incoming, None, None
-
-
-def send_rows(rows: Tensor, way: Route, *, divisor: int) -> Tensor:
-    """Send rows to those who asked, and get those asked for. Their gradients come back divided by ``divisor``."""
-    received: Tensor = _Rows.apply(rows, way, divisor)  # type: ignore[no-untyped-call]
-    return received
-
-
-def _row_bytes(rows: Tensor) -> int:
-    return math.prod(rows.shape[1:]) * rows.element_size()
-
-
-@dataclass(frozen=True)
-class GroupPeers:
-    """The ranks of a process group, as the core knows them: ``_part.Peers``."""
-
-    group: ProcessGroup
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GroupPeers:
-        return self  # a process group cannot be copied
-
-    def gather_numbers(self, measure: Callable[[], float]) -> list[float]:
-        """What every rank measures. If that raises on some rank, all ranks raise."""
-        number, failure = attempt(measure, instead=0.0)
-        report = torch.tensor([failure is not None, number], dtype=torch.float64, device=_device_for(self.group))
-        reports = torch.stack(gather_everywhere(report, self.group)).tolist()
-        if any(failed for failed, _ in reports):
-            _raise_everywhere(failure, self.group)
-        return [number for _, number in reports]
-
-    def sum(self, local: Tensor) -> Tensor:
-        """The sum of every rank's tensor of this shape, added in the order of ranks: the same bits on all."""
-        gathered = gather_everywhere(local.to(_device_for(self.group)), self.group)
-        return torch.stack(gathered).sum(dim=0).to(local.device)
 
 
 def gather_everywhere(local: Tensor, group: ProcessGroup) -> list[Tensor]:
     """Every rank's tensor of this shape and dtype, in the order of ranks."""
     gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-    _count("gathered", 0, [1] * len(gathered), local.nbytes)
+    count("gathered", (len(gathered) - 1) * local.nbytes)
     dist.all_gather(gathered, local.contiguous(), group=group)
     return gathered
 
@@ -235,7 +215,7 @@ def gather_uneven(group: ProcessGroup, *tensors: Tensor) -> list[Tensor]:
     return gathered
 
 
-def each_block(local: Tensor, lengths: list[int], group: ProcessGroup | None) -> Iterator[Tensor]:
+def each_block(local: Tensor, lengths: list[int], topic: Topic, group: ProcessGroup | None) -> Iterator[Tensor]:
     """Every rank's block in turn, on all ranks; only one at a time is in memory."""
     if group is None:
         yield local
@@ -244,23 +224,45 @@ def each_block(local: Tensor, lengths: list[int], group: ProcessGroup | None) ->
         mine = rank == dist.get_rank(group)
         block = local.contiguous() if mine else local.new_empty(length, *local.shape[1:])
         if mine:
-            _count("blocks", rank, [1] * len(lengths), block.nbytes)
-        dist.broadcast(block, group_src=rank, group=group)
+            count("blocks", (len(lengths) - 1) * block.nbytes)
+        with _naming(topic, group):
+            dist.broadcast(block, group_src=rank, group=_channel(group))
         yield block
 
 
-def twin_group(group: ProcessGroup | None) -> ProcessGroup:
-    """Another group of the same ranks, whose collectives cannot get between those of the first."""
-    group = default_group(group)
-    if group is None:
-        raise ValueError("torch.distributed is not initialized; call torch.distributed.init_process_group first")
-    ranks, backend = dist.get_process_group_ranks(group), dist.get_backend_config(group)
-    twin: ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
-    return twin
+# What the core asks of ranks
 
 
-def _device_for(group: ProcessGroup) -> torch.device:
-    """Where small messages must be: NCCL knows no CPU tensors."""
-    if "cpu" in dist.get_backend_config(group):
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+@dataclass(frozen=True)
+class GroupPeers:
+    """The ranks of a process group, as the core knows them: ``_part.Peers``."""
+
+    group: ProcessGroup
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GroupPeers:
+        return self  # a process group cannot be copied
+
+    def gather_numbers(self, measure: Callable[[], float]) -> list[float]:
+        """What every rank measures. If that raises on some rank, all ranks raise."""
+        number, failure = attempt(measure, instead=0.0)
+        word = torch.tensor([number], dtype=torch.float64).view(torch.int64).item()
+        words = meet(_NUMBERS, [int(word)] * ranks_of(self.group)[1], self.group, failure=failure, kind="gathered")
+        numbers: list[float] = torch.tensor(words, dtype=torch.int64).view(torch.float64).tolist()
+        return numbers
+
+    def sum(self, local: Tensor) -> Tensor:
+        """The sum of every rank's tensor of this shape, added in the order of ranks: the same bits on all."""
+        group = _channel(self.group)
+        gathered = gather_everywhere(local.to(_device_for(group)), group)
+        return torch.stack(gathered).sum(dim=0).to(local.device)
+
+    def before_step(self) -> None:
+        """Raise on all ranks if only some of them have run the backward pass of a lookup."""
+        ledger = ledger_of(self.group)
+        if ledger.open:
+            about = fingerprint("step", *ledger.open)
+            meet(Topic(f"optimizer step, with {ledger.in_words}", about), [0] * ranks_of(self.group)[1], self.group)
+            ledger.open.clear()  # no rank has
+
+
+_NUMBERS = Topic("numbers that clipping, or a step with factored moments, adds up over ranks")

@@ -1,9 +1,14 @@
-"""A lookup over ranks: four messages, in which every rank takes part whether it has ids or not.
+"""A lookup over ranks, in one table or in many at once, in which every rank takes part whether it has ids or not.
 
-    headers   each rank tells each other what it looks up, how many rows it wants, and whether it can go on at all
-    ids       the rows wanted, as numbers in the owner's block
-    vote      whether every owner could read what it was asked for
-    rows      what was asked for, from the owners to those who asked; in the backward pass gradients go the other way
+    headers     each rank tells each other what it looks up, how many rows it wants, and whether it can go on at all
+    ids         the rows wanted, as numbers that their owner understands
+    vote        whether every owner could read what it was asked for
+    rows        what was asked for, from the owners to those who asked
+
+and in the backward pass (``_journey``)
+
+    headers     which lookup this is the backward pass of
+    gradients   of the rows, to their owners; of a table that is everywhere, to all
 
 An exception that one rank meets on the way travels with its header or its vote: every rank learns of it in the same
 call and raises, and nobody waits for rows that never come.
@@ -11,60 +16,175 @@ call and raises, and nobody waits for rows that never come.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 
+from .._torch_internals import parameters_of_ddp, running_ddp
 from . import _exchange
-from ._dedupe import Deduped
-from ._exchange import Route
+from ._dedupe import Deduped, dedupe
+from ._journey import Group, Journey, bring_rows
+from ._map import Counts, JointMap, Request
+from ._placement import EVERYWHERE
+from ._plan import Use
+from ._topic import Topic, fingerprint, ledger_of
+
+if TYPE_CHECKING:
+    from ._table import ShardedTable
 
 
-class Request(NamedTuple):
-    """What a rank wants of the others."""
+class Lookup(NamedTuple):
+    """What one rank looks up in one table."""
 
-    wanted: Deduped
-    """The positions that it looks up."""
-    numbers: Tensor
-    """The same as numbers in their owners' blocks, owner by owner."""
-    counts: list[int]
-    """How many of each owner."""
+    check: Callable[[], Tensor]
+    """The ids, of any shape; raises if they, or other arguments, cannot be taken."""
+    reduce: Callable[[Tensor, Deduped], Tensor] | None = None
+    """What becomes of distinct rows, and of which of them each id has; None: a row for each id."""
 
 
-def fetch_rows(
-    ask: Callable[[], Request],
-    read: Callable[[Tensor], Tensor],
-    group: ProcessGroup,
-    *,
-    table: int,
-    has_backward: bool,
-    divisor: int,
-) -> tuple[Tensor, Deduped]:
-    """The rows that this rank asks for, one for each distinct position, and those positions.
+class Asked(NamedTuple):
+    """What this rank wants, in all tables."""
 
-    ``ask`` says what this rank wants, and ``read`` reads rows of its own block for whoever wants them; either may
-    raise. ``table`` and ``has_backward`` must be the same on all ranks. Gradients are divided by ``divisor``.
-    """
-    # Headers: how many rows each wants of each. A rank that cannot go on still sends one, and wants nothing.
-    request, failure = _exchange.attempt(ask, instead=_nothing(group))
-    owed = _exchange.swap_headers(request.counts, failure, group, table=table, has_backward=has_backward)
-    way = Route(asked=request.counts, owed=owed, group=group)
-
-    # Ids: which rows. They go to the owners, in the opposite direction to the rows.
-    asked_of_me = _exchange.send_ids(request.numbers, way.back)
-
-    # Vote: to read rows may fail (deferred ones catch up first, and memory may run out). Every rank has to hear of it
-    # before it waits for rows.
-    rows = _exchange.agree(lambda: read(asked_of_me.to(torch.int64)), group)
-
-    # Rows: in the order of the ids that were sent, which is that of the positions.
-    return _exchange.send_rows(rows, way, divisor=divisor), request.wanted
+    lookups: Sequence[Lookup | None]
+    shapes: list[torch.Size]
+    """Of each table's ids."""
+    found: Deduped
+    request: Request
 
 
-def _nothing(group: ProcessGroup) -> Request:
-    _, ranks = _exchange.ranks_of(group)
-    none = torch.empty(0)
-    return Request(Deduped(none, none, none, none), none, [0] * ranks)
+class Desk:
+    """Where tables that share a group are looked up together: always the same ones, in the same order."""
+
+    def __init__(self, tables: Sequence[ShardedTable], name: str) -> None:
+        kinds = [(table.has_bags, table.embedding_dim, str(table.weight.dtype)) for table in tables]
+        self._order = sorted(range(len(tables)), key=kinds.__getitem__)
+        """In which tables of one kind follow each other."""
+        self._tables = [tables[number] for number in self._order]
+        self._name, self._group = name, tables[0].group
+        ranks = tables[0].ranks
+        self._map = JointMap([table.placement for table in self._tables], ranks)
+        self._identity = tuple((table.identity, table.placement, table.gradient) for table in self._tables)
+        self._topics: dict[tuple[object, ...], Topic] = {}
+        self._count, self._ids, self._distinct = 0, [0] * len(tables), [0] * len(tables)
+        none = torch.empty(0)
+        self._nothing = Asked([], [], Deduped(none, none, none, none), Request(none, [[0] * len(tables)] * ranks))
+
+    def look_up(self, begin: Callable[[], Sequence[Lookup | None]]) -> list[Tensor | None]:
+        """One result for each table, or None. All ranks call this together.
+
+        ``begin`` says what to look up in each table, None where that is nothing; it may raise.
+        """
+        has_grads = tuple(torch.is_grad_enabled() and table.weight.requires_grad for table in self._tables)
+        topic = self._topic(has_grads)
+
+        # Headers: how many rows each wants of each. A rank that cannot go on still sends one, and wants nothing.
+        asked, failure = _exchange.attempt(lambda: self._ask(begin()), instead=self._nothing)
+        wanted = [sum(counts) for counts in asked.request.counts]
+        owed = _exchange.meet(topic, wanted, self._group, failure=failure)
+        ledger = ledger_of(self._group)
+        number = ledger.next_number()
+
+        # Ids: which rows. They go to the owners, in the opposite direction to the rows.
+        numbers = _exchange.swap("ids", asked.request.numbers, wanted, owed, topic, self._group)
+        rows, counts = self._map.asked(numbers, owed)
+
+        # Vote: to read rows may fail (deferred ones catch up first, and memory may run out). Every rank has to hear of
+        # it before it waits for rows.
+        read = _exchange.agree(topic.then("vote", number), lambda: self._read(rows), self._group)
+
+        # Rows: in the order of the numbers that were sent, which is that of the keys.
+        groups, lengths = self._groups(), [shape.numel() for shape in asked.shapes]
+        found = self._map.cut(asked.found, lengths, [group.tables for group in groups])
+        self._note_use(lengths, asked.request.counts)
+        received = bring_rows(
+            Journey(self._tables, groups, topic, number, asked.request.counts, counts, rows, found, lengths, has_grads),
+            read,
+        )
+        if any(has_grads):
+            ledger.expect_backward(number, self._name)
+        return self._finish(asked, groups, found, received)
+
+    def _topic(self, has_grads: tuple[bool, ...]) -> Topic:
+        """What ranks must have in common to look up together."""
+        facts = (has_grads, *(table.weight.dtype for table in self._tables))
+        if facts not in self._topics:
+            words = [
+                f"{table.described}, {'with' if has_grad else 'without'} gradients"
+                for table, has_grad in zip(self._tables, has_grads, strict=True)
+            ]
+            key = fingerprint(self._identity, words)
+            self._topics[facts] = Topic(f"lookup of {self._name}", key, lambda: words)
+        return self._topics[facts]
+
+    def _groups(self) -> list[Group]:
+        groups: list[Group] = []
+        for number, table in enumerate(self._tables):
+            last = groups[-1] if groups else None
+            if last and last.for_each_id and not table.has_bags and last.kind == table.kind:
+                groups[-1] = last._replace(tables=range(last.tables.start, number + 1))
+            else:
+                groups.append(Group(range(number, number + 1), table.kind, not table.has_bags))
+        return groups
+
+    def _ask(self, given: Sequence[Lookup | None]) -> Asked:
+        refuse_torchs_ddp([table.weight for table in self._tables])
+        lookups = [given[number] for number in self._order]
+        none = torch.empty(0, dtype=torch.int64, device=self._tables[0].weight.device)
+        ids = [none if lookup is None else lookup.check() for lookup in lookups]
+        keys = [
+            table.positions(each.reshape(-1)) + first
+            for table, each, first in zip(self._tables, ids, self._map.first_keys, strict=False)
+        ]
+        found = dedupe(torch.cat(keys).to(self._map.key_dtype))
+        return Asked(lookups, [each.shape for each in ids], found, self._map.ask(found.numbers))
+
+    @torch.no_grad()  # their gradient comes with the journey
+    def _read(self, rows: list[Tensor]) -> list[Tensor]:
+        return [table.read(numbers) for table, numbers in zip(self._tables, rows, strict=True)]
+
+    def _finish(
+        self, asked: Asked, groups: Sequence[Group], found: Sequence[Deduped], received: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        results: list[Tensor | None] = [None] * len(received)
+        for group, of_group in zip(groups, found, strict=True):
+            for number in group.tables:
+                lookup, shape, rows = asked.lookups[number], asked.shapes[number], received[number]
+                if lookup is None:
+                    continue
+                if lookup.reduce is None:
+                    result = rows if len(shape) == 1 else rows.view(*shape, group.kind.width)
+                else:
+                    result = lookup.reduce(rows, of_group._replace(places=of_group.places.view(shape)))
+                results[self._order[number]] = result
+        return results
+
+    def _note_use(self, lengths: Sequence[int], wanted: Counts) -> None:
+        self._count += 1
+        for number, (length, table) in enumerate(zip(lengths, self._tables, strict=True)):
+            self._ids[number] += length
+            ranks = wanted[:1] if table.placement.place == EVERYWHERE else wanted
+            self._distinct[number] += sum(counts[number] for counts in ranks)
+
+    def use(self) -> list[Use]:
+        """How each table was used by a rank in a step, on average over steps and ranks."""
+        numbers = torch.tensor([self._count, *self._ids, *self._distinct], dtype=torch.float64)
+        if self._group is not None:
+            numbers = _exchange.GroupPeers(self._group).sum(numbers)
+        _, *rest = (numbers / max(1.0, float(numbers[0]))).tolist()
+        uses = [Use(*each) for each in zip(rest[: len(self._order)], rest[len(self._order) :], strict=True)]
+        return [uses[self._order.index(number)] for number in range(len(uses))]
+
+
+def refuse_torchs_ddp(weights: Sequence[Tensor]) -> None:
+    """Raise inside torch's own DistributedDataParallel."""
+    active = running_ddp()
+    if isinstance(active, DistributedDataParallel):
+        inside = {id(param) for param in parameters_of_ddp(active)}
+        if any(id(weight) in inside for weight in weights):
+            raise RuntimeError(
+                "a model with a sharded table was wrapped in torch's DistributedDataParallel, which has overwritten "
+                "every rank's rows with those of rank 0. Recreate the model and use rowstep.distributed.ddp instead"
+            )

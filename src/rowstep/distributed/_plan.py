@@ -1,51 +1,247 @@
-"""Which rank owns which row, and what a lookup costs: pure arithmetic.
+"""Where tables should be: a plan for all tables of a model, from their sizes and how they are used.
 
-Rows lie in an order of their own (``_layout``), and each rank owns one block of it:
+    on one rank  costs least: one rank reads it, sends its rows and steps it. But that rank bears all of its memory
+                 and of its traffic
+    divided      every rank bears the same share of both, and every rank has some work with the table
+    everywhere   for tables with too few rows to divide evenly, and too much traffic for one rank: rows need not be
+                 sent, but every gradient goes to every rank, and every rank steps every row
 
-    id ──order──> position ──block──> (rank, row of that rank's block)
+So every table is put on one rank, but for those whose memory or traffic is more than a certain share of what a rank
+ought to have. That share is the largest for which memory and traffic are balanced over ranks.
 """
 
 from __future__ import annotations
 
-import itertools
-from typing import NamedTuple
+import math
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from ._placement import DIVIDED, EVERYWHERE, Place, Placement
+
+BALANCED = 1.08
+"""What the fullest rank of a plan may have over the mean. The aim is 1.1; what is drawn is not what is expected."""
+
+_ROWS_PER_RANK = 20  # that a divided table needs, so that no block is over 5% larger than its share
+_SHARE_FACTOR = 0.75
+_USUAL_IDS = 4096
+_USUAL_EXPONENT = 1.05
+_INDEX = 4  # bytes of a row number on its way
 
 
-class Blocks(NamedTuple):
-    """Positions cut into one block per rank, all of one size but the last ones, which may be shorter or empty.
+class Use(NamedTuple):
+    """How a table is used by one rank in one step, on average."""
 
-    That is how ``torch.distributed.tensor.Shard(0)`` cuts a dimension, so a block is a shard to torch's checkpoints.
-    """
+    ids: float
+    distinct: float
+
+
+class Size(NamedTuple):
+    """How large a table is."""
 
     rows: int
-    ranks: int
+    width: int
+    element: int = 4
+    """Bytes."""
+
+    @classmethod
+    def of(cls, table: nn.Embedding | nn.EmbeddingBag | tuple[int, int]) -> Size:
+        if isinstance(table, (nn.Embedding, nn.EmbeddingBag)):
+            return cls(table.num_embeddings, table.embedding_dim, table.weight.element_size())
+        return cls(*table)
 
     @property
-    def size(self) -> int:
-        """Rows of a full block; at least 1, so that positions can be divided by it."""
-        return max(1, -(-self.rows // self.ranks))
-
-    def of(self, rank: int) -> range:
-        """The positions that this rank owns."""
-        return range(min(rank * self.size, self.rows), min((rank + 1) * self.size, self.rows))
-
-    def cut(self, sorted_positions: Tensor) -> list[int]:
-        """How many of these positions each rank owns."""
-        starts = torch.arange(1, self.ranks, device=sorted_positions.device) * self.size
-        starts = starts.clamp(max=self.rows).to(sorted_positions.dtype)
-        ends = [0, *torch.searchsorted(sorted_positions, starts).tolist(), len(sorted_positions)]
-        return [end - start for start, end in itertools.pairwise(ends)]
+    def bytes(self) -> int:
+        return self.rows * self.width * self.element
 
 
-def bytes_per_step(ids: int, distinct: float, width: int, ranks: int, *, element: int = 4, index: int = 4) -> float:
-    """Bytes that one rank sends to others for one lookup and its gradient.
+class Balance(NamedTuple):
+    """The fullest rank over the mean."""
 
-    Each rank looks up ``ids`` ids, of which a share ``distinct`` is distinct. Other ranks own all but one in ``ranks``
-    of these: the rank sends their numbers and gradients, and sends as many rows to ranks that ask for them. It also
-    sends a header of 16 bytes and a vote of 4 to every other rank. ``docs/scaling.md`` derives the formula.
+    bytes: float
+    load: float
+
+
+class Plan(MutableMapping[str, Place]):
+    """Where each table is, by name: ``"divided"``, ``"everywhere"``, or the number of a rank. ``print`` shows it.
+
+    Change it as you like: ``plan["country"] = "everywhere"``, ``plan["user"] = 3``.
     """
-    others = (ranks - 1) / ranks
-    return others * ids * distinct * (index + 2 * width * element) + 20 * (ranks - 1)
+
+    def __init__(self, sizes: Mapping[str, Size], ranks: int, use: Mapping[str, Use], places: Mapping[str, Place]):
+        self.sizes, self.ranks, self.use = dict(sizes), ranks, dict(use)
+        self._places: dict[str, Place] = {}
+        for name in sizes:
+            self[name] = places[name]
+
+    def __getitem__(self, name: str) -> Place:
+        return self._places[name]
+
+    def __setitem__(self, name: str, place: Place) -> None:
+        if name not in self.sizes:
+            raise KeyError(f"no table is called {name!r}; there are {', '.join(map(repr, self.sizes))}")
+        self._places[name] = Placement.checked(self.sizes[name].rows, self.ranks, place).place
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError("a plan has a place for every table; expected a new place, not none")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def bytes_of_ranks(self) -> list[float]:
+        """Of weights, on each rank."""
+        return self._of_ranks({name: size.bytes for name, size in self.sizes.items()})
+
+    def load_of_ranks(self) -> list[float]:
+        """Bytes that each rank sends and receives as an owner of rows, in one step."""
+        return self._of_ranks({name: self._load(name) for name in self})
+
+    def _load(self, name: str) -> float:
+        """Of a table's owners together; if it is everywhere, of each."""
+        size, distinct = self.sizes[name], self.use[name].distinct
+        passes = 1 if self[name] == EVERYWHERE else 2
+        return self.ranks * distinct * (_INDEX + passes * size.width * size.element)
+
+    def _of_ranks(self, amounts: Mapping[str, float]) -> list[float]:
+        found = [0.0] * self.ranks
+        for name, amount in amounts.items():
+            place, rows = self[name], max(1, self.sizes[name].rows)
+            placement = Placement(self.sizes[name].rows, self.ranks, place)
+            if isinstance(place, int):
+                found[place] += amount
+                continue
+            for rank in range(self.ranks):
+                found[rank] += amount * len(placement.of(rank)) / rows
+        return found
+
+    def balance(self) -> Balance:
+        """How evenly ranks are loaded, as far as can be expected."""
+        return Balance(_over_mean(self.bytes_of_ranks()), _over_mean(self.load_of_ranks()))
+
+    def __str__(self) -> str:
+        lines = [("table", "rows", "width", "MB", "ids per step", "distinct", "place")]
+        for name, place in self.items():
+            size, use = self.sizes[name], self.use[name]
+            where = f"on rank {place}" if isinstance(place, int) else place
+            numbers = (f"{size.rows:,}", str(size.width), f"{size.bytes / 1e6:,.2f}", f"{use.ids:,.0f}")
+            lines.append((name, *numbers, f"{use.distinct:,.0f}", where))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        rows = [
+            "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:-1], widths[1:-1]), line[-1]]) for line in lines
+        ]
+        balance = self.balance()
+        return "\n".join(
+            [
+                *rows,
+                f"{self.ranks} rank{'s' * (self.ranks > 1)}; the fullest has {balance.bytes:.2f} times the mean bytes, "
+                f"the busiest {balance.load:.2f} times the mean traffic",
+            ]
+        )
+
+    __repr__ = __str__
+
+
+def plan_tables(
+    tables: Mapping[str, nn.Embedding | nn.EmbeddingBag | tuple[int, int] | Size],
+    ranks: int,
+    *,
+    ids: float | Mapping[str, float] = _USUAL_IDS,
+    popularity: float | Mapping[str, float | Tensor] = _USUAL_EXPONENT,
+    use: Mapping[str, Use] | None = None,
+    fixed: Mapping[str, Place] | None = None,
+) -> Plan:
+    """Place tables so that every rank has about the same memory and traffic, at the least cost.
+
+    Args:
+        tables: modules, or rows and width, by name.
+        ranks: how many there are.
+        ids: how many ids a rank looks up in a table in one step; one number for all, or by name.
+        popularity: how often rows are looked up, to tell how many ids are distinct: the exponent of a Zipf distribution
+            (0: all rows alike), or a count for each row. One exponent for all tables, or either by name.
+        use: what was measured, by name (``ShardedEmbeddingCollection.use()``), in the place of ``ids`` and
+            ``popularity``.
+        fixed: tables that have their place already.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}; expected at least 1")
+    sizes = {name: table if isinstance(table, Size) else Size.of(table) for name, table in tables.items()}
+    fixed, use = fixed or {}, use or {}
+    for what, named in (("fixed", fixed), ("use", use), ("ids", ids), ("popularity", popularity)):
+        if isinstance(named, Mapping) and (unknown := [name for name in named if name not in sizes]):
+            raise ValueError(f"{what} names {', '.join(map(repr, unknown))}; expected only {', '.join(sizes)}")
+    expected = {
+        name: use.get(name)
+        or _expected_use(size, _by_name(ids, name, _USUAL_IDS), _by_name(popularity, name, _USUAL_EXPONENT))
+        for name, size in sizes.items()
+    }
+    share = 1.0
+    while True:
+        plan = Plan(sizes, ranks, expected, {name: fixed.get(name, DIVIDED) for name in sizes})
+        _pack(plan, set(sizes) - set(fixed), share)
+        if max(plan.balance()) <= BALANCED or share < 1e-4:
+            return plan
+        share *= _SHARE_FACTOR
+
+
+def _pack(plan: Plan, free: set[str], share: float) -> None:
+    """Put tables on one rank each, the largest first, unless they are more than this share of a rank's."""
+    ranks = plan.ranks
+    mean_bytes = sum(size.bytes for size in plan.sizes.values()) / ranks or 1
+    mean_load = sum(map(plan._load, plan)) / ranks or 1
+    weight = {name: (plan.sizes[name].bytes / mean_bytes, plan._load(name) / mean_load) for name in plan}
+    small = [name for name in plan if name in free and max(weight[name]) <= share]
+    for name in free - set(small):
+        plan[name] = DIVIDED if plan.sizes[name].rows >= _ROWS_PER_RANK * ranks else EVERYWHERE
+    placed = [name for name in plan if name not in set(small)]
+    filled = [
+        [amount / mean for amount in plan._of_ranks({name: of(name) for name in placed})]
+        for mean, of in ((mean_bytes, lambda name: plan.sizes[name].bytes), (mean_load, plan._load))
+    ]
+    for name in sorted(small, key=lambda name: max(weight[name]), reverse=True):
+        by_bytes, by_load = weight[name]
+        rank = min(range(ranks), key=lambda rank: max(filled[0][rank] + by_bytes, filled[1][rank] + by_load))
+        plan[name] = rank
+        filled[0][rank] += by_bytes
+        filled[1][rank] += by_load
+
+
+def _by_name(given: object, name: str, usual: float) -> object:
+    return cast(Mapping[str, object], given).get(name, usual) if isinstance(given, Mapping) else given
+
+
+def _expected_use(size: Size, ids: object, popularity: object) -> Use:
+    """How many of a rank's ids are distinct: each row is missed with probability (1 - p)^ids."""
+    count = float(cast(float, ids))
+    if count < 0 or not size.rows:
+        return Use(max(0.0, count), 0.0)
+    if isinstance(popularity, Tensor):
+        if popularity.shape != (size.rows,):
+            raise ValueError(
+                f"the popularity has shape {tuple(popularity.shape)}; expected ({size.rows},), one per row"
+            )
+        weights, rows = popularity.double(), torch.ones(size.rows, dtype=torch.float64)
+    else:
+        weights, rows = _zipf(size.rows, float(cast(float, popularity)))
+    chances = weights / (weights * rows).sum()
+    distinct = (rows * -torch.expm1(count * torch.log1p(-chances.clamp(max=1 - 1e-15)))).sum()
+    return Use(count, min(float(distinct), count))
+
+
+def _zipf(rows: int, exponent: float) -> tuple[Tensor, Tensor]:
+    """Weights of a Zipf distribution, and how many rows have each: the first thousand one by one, the rest in bins."""
+    head = min(rows, 1000)
+    edges = torch.logspace(math.log10(head + 1), math.log10(rows + 1), 2000, dtype=torch.float64)
+    edges = torch.unique(edges.round())
+    starts = torch.cat([torch.arange(1, head + 1, dtype=torch.float64), edges[:-1]])
+    counts = torch.cat([torch.ones(head, dtype=torch.float64), edges.diff()])
+    return (starts + (counts - 1) / 2).pow(-exponent), counts
+
+
+def _over_mean(amounts: list[float]) -> float:
+    mean = sum(amounts) / len(amounts)
+    return max(amounts) / mean if mean else 1.0

@@ -1,23 +1,23 @@
-"""What both sharded tables share: a module that holds one block of a table's rows, and how that is filled and saved."""
+"""What both sharded tables share: a module that holds this rank's rows, and how those are filled, read and saved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F  # noqa: N812  # as torch's own documents have it
-from torch.nn.parallel import DistributedDataParallel
 
 from .._layout import RowOrder
 from .._part import ROW_ORDER, TablePart, mark
-from .._torch_internals import parameters_of_ddp, running_ddp
 from . import _exchange
-from ._dedupe import Deduped, dedupe
-from ._fetch import Request, fetch_rows
-from ._plan import Blocks
+from ._fetch import Desk, Lookup
+from ._names import Identity, identity_of_copy, new_identity
+from ._parcels import Kind
+from ._placement import DIVIDED, EVERYWHERE, Place, Placement
+from ._topic import Topic
 
 # Fresh rows are drawn in chunks of positions, each from a seed of its own, so that they do not depend on the ranks.
 _ROWS_PER_SEED = 4096
@@ -27,7 +27,15 @@ class ShardedTable(nn.Module):
     """A table whose rows are sharded over the ranks of a process group."""
 
     weight: nn.Parameter
-    """The rows that this rank owns, as a plain local Parameter with sparse gradients."""
+    """The rows that this rank has, as a plain local Parameter with sparse gradients."""
+
+    announced: tuple[tuple[Any, ...], Tensor] | None = None
+    """Arguments of a lookup that a collection has made ahead, and its result."""
+
+    has_bags: bool
+    """Whether a lookup gives a row for each bag of ids, instead of one for each id."""
+
+    _desk: Desk | None = None
 
     def __init__(
         self,
@@ -45,6 +53,7 @@ class ShardedTable(nn.Module):
         dtype: torch.dtype | None,
         group: ProcessGroup | None,
         gradient: str,
+        placement: Place,
     ) -> None:
         super().__init__()
         if scale_grad_by_freq:
@@ -63,10 +72,12 @@ class ShardedTable(nn.Module):
         self.max_norm, self.norm_type, self.gradient = max_norm, norm_type, gradient
         group = _exchange.default_group(group)
         self.rank, self.ranks = _exchange.ranks_of(group)
-        self._number = _exchange.number_of_table(group)
-        self._blocks = Blocks(num_embeddings, self.ranks)
+        self.identity: Identity = new_identity(group)
+        self.name = ""
+        """What a collection, or the model, calls the table."""
+        self.placement = Placement.checked(num_embeddings, self.ranks, placement)
         peers = None if group is None else _exchange.GroupPeers(group)
-        self._shard = TablePart(RowOrder.spread(num_embeddings), self._blocks.of(self.rank), peers)
+        self._shard = TablePart(self.placement.order, self.placement.of(self.rank), peers)
         rows = torch.empty(len(self._shard.positions), embedding_dim, device=device, dtype=dtype)
         self.weight = nn.Parameter(rows, requires_grad=not freeze)
         # The constants of the order count; this is their place in state dicts.
@@ -103,16 +114,24 @@ class ShardedTable(nn.Module):
         seed = int(torch.randint(2**62, (), device="cpu"))
         if self.weight.is_meta:
             return
-        positions = self._shard.positions
-        for chunk in range(positions.start // _ROWS_PER_SEED, -(-positions.stop // _ROWS_PER_SEED)):
+        for ids, rows in self._fresh_rows(seed):
+            positions = self._shard.order.positions(ids)
+            mine = (positions >= self._shard.positions.start) & (positions < self._shard.positions.stop)
+            self.weight[positions[mine] - self._shard.positions.start] = rows[mine].to(self.weight.device)
+        if (padding := self._local_padding) is not None:
+            self.weight[padding] = 0
+
+    def _fresh_rows(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Ids, and rows drawn for them, in chunks: all that this rank holds, whatever the placement of the table."""
+        spread = Placement(self.num_embeddings, self.ranks, DIVIDED)
+        held = spread.of(self.rank) if self.placement.place == DIVIDED else self._shard.positions
+        for chunk in range(held.start // _ROWS_PER_SEED, -(-held.stop // _ROWS_PER_SEED)):
             generator = torch.Generator("cpu").manual_seed((seed + 0x9E3779B97F4A7C15 * chunk) % 2**63)
             shape = (_ROWS_PER_SEED, self.embedding_dim)
             rows = torch.randn(shape, generator=generator, dtype=self.weight.dtype, device="cpu")
             first = chunk * _ROWS_PER_SEED
-            start, stop = max(first, positions.start), min(first + _ROWS_PER_SEED, positions.stop)
-            self.weight[start - positions.start : stop - positions.start] = rows[start - first : stop - first]
-        if (padding := self._local_padding) is not None:
-            self.weight[padding] = 0
+            positions = torch.arange(first, min(first + _ROWS_PER_SEED, self.num_embeddings), device="cpu")
+            yield spread.order.ids(positions), rows[: len(positions)]
 
     @torch.no_grad()
     def _take_rows_of(self, full_weight: Tensor) -> None:
@@ -124,11 +143,14 @@ class ShardedTable(nn.Module):
     @torch.no_grad()
     def full_weight(self) -> Tensor:
         """The whole table, by id, on every rank. All ranks of the group must call this together."""
-        local = _exchange.agree(self.weight.detach, self.group)  # it may have to catch up, and fail
-        full = self.weight.new_empty(self.num_embeddings, self.embedding_dim)
-        lengths = [len(self._blocks.of(rank)) for rank in range(self.ranks)]
+        topic = Topic(f"gathering of {self.label}")
+        local = _exchange.agree(topic, self.weight.detach, self.group)  # it may have to catch up, and fail
+        if self.placement.place == EVERYWHERE:
+            return local.clone()
+        full = torch.empty(self.num_embeddings, self.embedding_dim, dtype=local.dtype, device=local.device)
+        lengths = [len(self.placement.of(rank)) for rank in range(self.ranks)]
         first = 0
-        for block in _exchange.each_block(local, lengths, self.group):
+        for block in _exchange.each_block(local, lengths, topic, self.group):
             positions = torch.arange(first, first + len(block), device=full.device)
             full[self._shard.order.ids(positions)] = block
             first += len(block)
@@ -143,52 +165,67 @@ class ShardedTable(nn.Module):
 
     # Lookups
 
-    def _read(self, rows: Tensor) -> Tensor:
-        return F.embedding(rows, self.weight, self._local_padding, self.max_norm, self.norm_type, False, True)
-
-    def _fetch(self, check: Callable[[], None], ids: Tensor) -> tuple[Tensor, Deduped]:
-        """The distinct rows that ``ids`` name, from all ranks, and which of them each id has."""
-        if self.group is None:
-            check()
-            wanted = self._wanted_positions(ids)
-            return self._read(wanted.numbers.to(torch.int64)), wanted
-        return fetch_rows(
-            lambda: self._ask(check, ids),
-            self._read,
-            self.group,
-            table=self._number,
-            has_backward=torch.is_grad_enabled() and self.weight.requires_grad,
-            divisor=self.ranks if self.gradient == "mean" else 1,
-        )
-
-    def _ask(self, check: Callable[[], None], ids: Tensor) -> Request:
-        self._refuse_torchs_ddp()
-        check()
-        wanted = self._wanted_positions(ids)
-        # Sorted by position is sorted by owner: the blocks follow each other.
-        in_block = (wanted.numbers % self._blocks.size).to(self._index_dtype)
-        return Request(wanted, in_block, self._blocks.cut(wanted.numbers))
-
-    def _refuse_torchs_ddp(self) -> None:
-        active = running_ddp()
-        if isinstance(active, DistributedDataParallel) and any(
-            param is self.weight for param in parameters_of_ddp(active)
-        ):
-            raise RuntimeError(
-                "a model with a sharded table was wrapped in torch's DistributedDataParallel, which has overwritten "
-                "every rank's rows with those of rank 0. Recreate the model and use rowstep.distributed.ddp instead"
-            )
-
-    def _wanted_positions(self, ids: Tensor) -> Deduped:
-        positions = self._shard.order.positions(ids)
-        return dedupe(positions.to(torch.int32) if self.num_embeddings < 2**31 else positions)  # sorts 1.4x faster
+    @property
+    def label(self) -> str:
+        """What to call the table in a message."""
+        if self.name:
+            return f"table {self.name!r}"
+        number, *copies = self.identity
+        return f"table {number}" + "".join(f", copy {copy}" for copy in copies)
 
     @property
-    def _index_dtype(self) -> torch.dtype:
-        """What row numbers travel as: half the bytes wherever a block has fewer than 2^31 rows."""
-        return torch.int32 if self._blocks.size < 2**31 else torch.int64
+    def described(self) -> str:
+        """What ranks must have in common of it."""
+        return (
+            f"{self.label}: {self.num_embeddings} x {self.embedding_dim}, {self.weight.dtype}, {self.placement.place}"
+        )
 
-    def _check(self, ids: Tensor) -> None:
+    @property
+    def kind(self) -> Kind:
+        """What its rows are."""
+        return Kind(self.embedding_dim, self.weight.dtype)
+
+    def lookup(self, *arguments: Any) -> Lookup:
+        """What ``forward`` does with these arguments, in parts: before and after rows are fetched."""
+        raise NotImplementedError
+
+    def _look_up(self, *arguments: Any) -> Tensor:
+        if self.announced is not None:
+            return self._announced_result(*arguments)
+        if self._desk is None:
+            self._desk = Desk([self], self.label)
+        (result,) = self._desk.look_up(lambda: [self.lookup(*arguments)])
+        assert result is not None, "there was a lookup"
+        return result
+
+    def _announced_result(self, *arguments: Any) -> Tensor:
+        """What a collection has looked up ahead of this call."""
+        assert self.announced is not None
+        expected, result = self.announced
+        if not _are_the_same(arguments, expected):
+            raise ValueError(
+                f"{self.label} was called with other ids than were announced for it; expected the same, once. Announce "
+                "all lookups of the block, or make this one outside of it"
+            )
+        self.announced = (), result
+        return result
+
+    def read(self, rows: Tensor) -> Tensor:
+        """These rows of this rank's block; rows that wait catch up."""
+        return F.embedding(rows, self.weight, self._local_padding, self.max_norm, self.norm_type)
+
+    def gradient_of(self, rows: Tensor, grads: Tensor) -> Tensor:
+        """The sparse gradient of the block, from what ranks have summed for these rows of it."""
+        if (padding := self._local_padding) is not None:
+            kept = rows != padding
+            rows, grads = rows[kept], grads[kept]
+        return torch.sparse_coo_tensor(rows.unsqueeze(0), grads, self.weight.shape, check_invariants=False)
+
+    def positions(self, ids: Tensor) -> Tensor:
+        """Where ids are in the order of the table's rows."""
+        return self._shard.order.positions(ids)
+
+    def _check(self, ids: Tensor) -> Tensor:
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
             kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
             raise TypeError(f"the ids are {kind}; expected a tensor of torch.int32 or torch.int64")
@@ -199,6 +236,7 @@ class ShardedTable(nn.Module):
             if lowest < 0 or highest >= self.num_embeddings:
                 outside = lowest if lowest < 0 else highest
                 raise IndexError(f"id {outside} is outside the table; expected 0 <= id < {self.num_embeddings}")
+        return ids
 
     @property
     def _local_padding(self) -> int | None:
@@ -227,6 +265,10 @@ class ShardedTable(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         mark(self.weight, self._shard)  # a copied Parameter has lost it
+        self.identity = identity_of_copy(self.group, self.identity)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_desk": None, "announced": None}
 
     def extra_repr(self) -> str:
         text = f"{self.num_embeddings}, {self.embedding_dim}"
@@ -236,6 +278,16 @@ class ShardedTable(nn.Module):
             text += f", max_norm={self.max_norm}, norm_type={self.norm_type}"
         owned = self._shard.positions
         return f"{text}, gradient={self.gradient!r}, rank {self.rank} of {self.ranks} owns {len(owned)} rows"
+
+
+def _are_the_same(arguments: tuple[Any, ...], announced: tuple[Any, ...]) -> bool:
+    if not announced:
+        return False
+    announced = (*announced, *[None] * (len(arguments) - len(announced)))
+    return all(
+        mine is other or (isinstance(mine, Tensor) and isinstance(other, Tensor) and torch.equal(mine, other))
+        for mine, other in zip(arguments, announced, strict=True)
+    )
 
 
 def _row_number(index: int | None, rows: int) -> int | None:

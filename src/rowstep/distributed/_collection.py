@@ -1,0 +1,215 @@
+"""Many sharded tables whose lookups travel together.
+
+A lookup over ranks costs four messages forward and two back, however few ids it has. Models with 26 or 800 tables would
+pay that for each table in turn. A collection looks up all of its tables in one go: their ids, rows and gradients travel
+in the same messages. A table for which a rank has no ids takes part with nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from . import _exchange
+from ._embedding import ShardedEmbedding, ShardedEmbeddingBag
+from ._fetch import Desk, Lookup
+from ._placement import Place
+from ._plan import Plan, Use, plan_tables
+from ._replace import embeddings_of
+
+Plain = nn.Embedding | nn.EmbeddingBag
+Sharded = ShardedEmbedding | ShardedEmbeddingBag
+
+Ids = Tensor | tuple[Tensor | None, ...]
+"""For an Embedding: ids of any shape. For an EmbeddingBag: a 2-D tensor, or a tuple of ids, offsets and weights."""
+
+
+class ShardedEmbeddingCollection(nn.Module):
+    """Sharded tables that are looked up together, in one set of messages for all of them.
+
+    >>> tables = ShardedEmbeddingCollection({"user": nn.Embedding(1000, 16), "tags": nn.EmbeddingBag(50, 8)})
+    >>> read = tables({"user": torch.tensor([3, 5]), "tags": (torch.tensor([1, 2, 1]), torch.tensor([0, 2]))})
+    >>> read["user"].shape, read["tags"].shape
+    (torch.Size([2, 16]), torch.Size([2, 8]))
+
+    Args:
+        tables: a plain ``nn.Embedding`` or ``nn.EmbeddingBag`` for each name. Every rank passes the same ones. If only
+            sizes are given (a module on the meta device, or a tuple of rows and width for an Embedding), new rows are
+            drawn, the same for any plan and any number of ranks that share a seed.
+        plan: where each table is: ``"divided"``, ``"everywhere"`` or the number of a rank, by name. It must be the same
+            on every rank. :func:`plan_tables` places the tables that it does not name.
+        gradient: how to combine the ranks' gradients of a row: ``"mean"`` or ``"sum"``.
+        group: the process group; by default all ranks.
+        device, dtype: of tables of which only the sizes are given.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[str, Plain | tuple[int, int]],
+        *,
+        plan: Mapping[str, Place] | None = None,
+        gradient: str = "mean",
+        group: ProcessGroup | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name in tables:
+            if not isinstance(name, str) or not name or "." in name or hasattr(self, name):
+                raise ValueError(f"a table cannot be called {name!r}; expected a name that a submodule can have")
+        plain = {name: _as_module(name, table, dtype) for name, table in tables.items()}
+        self._begin(plain, plan, gradient, group, device)
+        for name, table in self._tables.items():
+            self.add_module(name, table)
+
+    def _begin(
+        self,
+        plain: Mapping[str, Plain],
+        plan: Mapping[str, Place] | None,
+        gradient: str,
+        group: ProcessGroup | None,
+        device: Any,
+    ) -> None:
+        if not plain:
+            raise ValueError("there are no tables; expected at least one")
+        _, ranks = _exchange.ranks_of(_exchange.default_group(group))
+        self.plan: Plan = plan_tables(plain, ranks, fixed=plan)
+        """Where each table is. For another plan, make another collection, and load a checkpoint into it."""
+        self.left_alone: dict[str, str] = {}
+        """Embeddings of a model that ``from_model`` has not replaced, and why."""
+        self._tables: dict[str, Sharded] = {
+            name: _shard(name, module, self.plan[name], gradient, group, device) for name, module in plain.items()
+        }
+
+    @classmethod
+    def from_model(
+        cls,
+        model: nn.Module,
+        *,
+        plan: Mapping[str, Place] | None = None,
+        gradient: str = "mean",
+        group: ProcessGroup | None = None,
+    ) -> ShardedEmbeddingCollection:
+        """Replace the embeddings of a model by sharded tables, in place. Names and state-dict keys stay the same.
+
+        Every rank passes the same model. ``print(collection)`` shows what was replaced, where its rows are, and what
+        was left alone and why: embeddings that share their weight with something else, have hooks, are subclasses, or
+        use ``scale_grad_by_freq``. Create the optimizer afterwards.
+
+        The model's own lookups work as before, but each sends its own messages. To send them together, announce ids:
+
+            with collection.ahead({"user": users, "item.tags": (tags, offsets)}):
+                loss = model(users, tags, offsets)
+        """
+        found = embeddings_of(model)
+        if not found.modules:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in found.left_alone.items())
+            raise ValueError(f"the model has no embedding that can be replaced ({reasons or 'it has none at all'})")
+        collection = cls.__new__(cls)
+        nn.Module.__init__(collection)
+        collection._begin(found.modules, plan, gradient, group, device=None)
+        collection.left_alone = found.left_alone
+        found.replace(collection._tables)
+        return collection
+
+    # Tables
+
+    def __getitem__(self, name: str) -> Sharded:
+        return self._tables[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tables)
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tables
+
+    def extra_repr(self) -> str:
+        left = [f"left alone: {name} ({reason})" for name, reason in self.left_alone.items()]
+        return "\n".join([str(self.plan), *left])
+
+    # Lookups
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # who sends how much depends on the ids
+    def forward(self, ids: Mapping[str, Ids]) -> dict[str, Tensor]:
+        """Look up ids by the name of their table. All ranks of the group call this together, each with its own ids.
+
+        A rank may leave out a table: it has no ids for it then.
+        """
+        results = self._desk.look_up(lambda: self._lookups(ids))
+        return dict(
+            zip((name for name in self._tables if name in ids), (r for r in results if r is not None), strict=True)
+        )
+
+    def _lookups(self, ids: Mapping[str, Ids]) -> list[Lookup | None]:
+        if not isinstance(ids, Mapping):
+            raise TypeError(f"the ids are a {type(ids).__name__}; expected a dict of ids by the name of their table")
+        if unknown := [repr(name) for name in ids if name not in self._tables]:
+            raise KeyError(f"no table is called {', '.join(unknown)}; there are {', '.join(map(repr, self._tables))}")
+        return [table.lookup(*arguments_of(ids[name])) if name in ids else None for name, table in self._tables.items()]
+
+    @contextlib.contextmanager
+    def ahead(self, ids: Mapping[str, Ids]) -> Iterator[None]:
+        """Look up these ids in one go, for the tables' own lookups inside the block: those then send nothing.
+
+        Inside the block, a table can be called once, with the ids announced for it.
+        """
+        try:
+            for name, result in self(ids).items():
+                self._tables[name].announced = arguments_of(ids[name]), result
+            yield
+        finally:
+            for table in self._tables.values():
+                table.announced = None
+
+    @property
+    def _desk(self) -> Desk:
+        desk: Desk | None = self.__dict__.get("_own_desk")
+        if desk is None:
+            tables = list(self._tables.values())
+            labels = [table.label for table in tables]
+            desk = Desk(tables, ", ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else ""))
+            self.__dict__["_own_desk"] = desk
+        return desk
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_own_desk"}
+
+    def use(self) -> dict[str, Use]:
+        """How many ids were looked up in each table so far, and how many distinct ones: per rank and step, on average.
+
+        For :func:`plan_tables`. All ranks of the group call this together, and get the same numbers.
+        """
+        return dict(zip(self._tables, self._desk.use(), strict=True))
+
+
+def _as_module(name: str, table: Plain | tuple[int, int], dtype: torch.dtype | None) -> Plain:
+    if type(table) in (nn.Embedding, nn.EmbeddingBag):
+        return table  # type: ignore[return-value]
+    try:
+        rows, width = table  # type: ignore[misc]
+    except TypeError:
+        raise TypeError(
+            f"table {name!r} is a {type(table).__name__}; expected an nn.Embedding, an nn.EmbeddingBag, or a tuple of "
+            "its rows and its width"
+        ) from None
+    return nn.Embedding(rows, width, device="meta", dtype=dtype)
+
+
+def _shard(name: str, plain: Plain, place: Place, gradient: str, group: ProcessGroup | None, device: Any) -> Sharded:
+    kind: Any = ShardedEmbedding if isinstance(plain, nn.Embedding) else ShardedEmbeddingBag
+    table: Sharded = kind.from_embedding(plain, group=group, gradient=gradient, placement=place, device=device)
+    table.name = name
+    return table.train(plain.training)
+
+
+def arguments_of(ids: Ids) -> tuple[Any, ...]:
+    """What a table's ``forward`` gets."""
+    return ids if isinstance(ids, tuple) else (ids,)
