@@ -219,6 +219,8 @@ def _swap_gradients(journey: Journey, sums: Sequence[Tensor], used: list[bool]) 
 def _arrived(journey: Journey, number: int, parts: list[Tensor], uses: list[bool] | None) -> Arrived | None:
     """What has arrived for a table, of ranks whose loss depends on it."""
     rows = journey.rows[number]
+    if not journey.tables[number].is_here:
+        return None
     if uses is not None and not all(uses):
         if not any(uses):
             return None

@@ -69,6 +69,10 @@ class Placement(NamedTuple):
             return Blocks(self.rows, self.ranks).of(rank)
         return range(self.rows if self.place in (EVERYWHERE, rank) else 0)
 
+    def is_on(self, rank: int) -> bool:
+        """Whether this rank has to do with the table as an owner of rows, be it of none."""
+        return isinstance(self.place, str) or self.place == rank
+
     @property
     def span(self) -> int:
         """How many rows the fullest rank holds, at least one."""

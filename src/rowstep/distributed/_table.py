@@ -181,6 +181,11 @@ class ShardedTable(nn.Module):
         )
 
     @property
+    def is_here(self) -> bool:
+        """Whether this rank owns rows of the table; if not, it has no gradient of it, and takes no steps."""
+        return self.placement.is_on(self.rank)
+
+    @property
     def kind(self) -> Kind:
         """What its rows are."""
         return Kind(self.embedding_dim, self.weight.dtype)
@@ -212,6 +217,8 @@ class ShardedTable(nn.Module):
 
     def read(self, rows: Tensor) -> Tensor:
         """These rows of this rank's block; rows that wait catch up."""
+        if not self.is_here:
+            return torch.empty(0, self.embedding_dim, dtype=self.weight.dtype, device=self.weight.device)
         return F.embedding(rows, self.weight, self._local_padding, self.max_norm, self.norm_type)
 
     def gradient_of(self, rows: Tensor, grads: Tensor) -> Tensor:
