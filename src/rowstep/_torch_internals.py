@@ -18,6 +18,10 @@ what                                  for what                                  
 ``_execution_engine``                 work at the end of a backward pass        ``distributed.ddp`` fails at once
 ``_set_params_and_buffers_to_         sharded tables inside DDP                 the same
 ignore_for_model``
+``_new_process_group_helper``,        a group whose name its ranks agree on     the same
+``_world``
+``_device_types``, ``_get_backend``,  the timeout of a group                    the same
+``_timeout``
 
 ``_waiting`` also has a list of properties by name, some of them private; it skips those that are not there. Underscored
 methods that subclasses are meant to override (``Module._apply``, ``_save_to_state_dict``) are not listed.
@@ -27,11 +31,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _R = TypeVar("_R")
 
@@ -167,3 +175,31 @@ def hide_from_ddp(model: nn.Module, names: set[str]) -> None:
 def after_backward(action: Callable[[], None]) -> None:
     """Do this when the backward pass that is running has ended on this rank."""
     torch.autograd.Variable._execution_engine.queue_callback(action)
+
+
+# Process groups
+
+
+def new_group(name: str, ranks: list[int], *, backend: str, timeout: timedelta) -> ProcessGroup:
+    """A group of these ranks in this order, of which this process is one. All of them must give the same new name.
+
+    ``torch.distributed.new_group`` does the same, but chooses the name itself.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    world, make = c10d._world, c10d._new_process_group_helper
+    everyone = c10d._get_default_group()
+    rank, (_, store) = ranks.index(everyone.rank()), world.pg_map[everyone]
+    options: Any = {"timeout": timeout, "device_id": everyone.bound_device_id}
+    group: Any
+    group, _ = make(len(ranks), rank, ranks, c10d.Backend(backend), store, c10d.GroupName(name), **options)
+    world.pg_group_ranks[group] = {member: number for number, member in enumerate(ranks)}
+    made: ProcessGroup = group
+    return made
+
+
+def timeout_of(group: ProcessGroup) -> timedelta:
+    """How long a collective of this group may take."""
+    backends: list[Any] = [group._get_backend(device) for device in group._device_types]
+    timeouts: list[timedelta] = [backend.options._timeout for backend in backends]
+    return max(timeouts)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from .._torch_internals import new_group, timeout_of
 from ._topic import Topic, fingerprint, ledger_of
 from ._traffic import count
 
@@ -54,13 +56,20 @@ def default_group(group: ProcessGroup | None) -> ProcessGroup | None:
 
 
 def twin_group(group: ProcessGroup | None) -> ProcessGroup:
-    """Another group of the same ranks, whose collectives cannot get between those of the first."""
+    """Another group of the same ranks, with the same timeout, whose collectives cannot get between those of the first.
+
+    All ranks of the group must call this together, and no others.
+    """
     group = default_group(group)
     if group is None:
         raise ValueError("torch.distributed is not initialized; call torch.distributed.init_process_group first")
-    ranks, backend = dist.get_process_group_ranks(group), dist.get_backend_config(group)
-    twin: ProcessGroup = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
-    return twin
+    rank, _ = ranks_of(group)
+    # Torch's own names have a count in them, of the groups that this rank is in. Ranks that are in different numbers of
+    # groups would wait for each other under different names. So one rank chooses a name that has never been used.
+    name = [f"rowstep-{uuid.uuid4().hex}" if rank == 0 else ""]
+    dist.broadcast_object_list(name, group=group, group_src=0)
+    ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
+    return new_group(name[0], ranks, backend=backend, timeout=timeout_of(group))
 
 
 _twins: MutableMapping[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
