@@ -16,6 +16,7 @@ what                                  for what                                  
 ``_module_parameters``,               DistributedDataParallel around a table    no error for surgery under DDP, nor for
 ``_get_active_ddp_module``                                                      a sharded table in torch's own DDP
 ``_execution_engine``                 work at the end of a backward pass        ``distributed.ddp`` fails at once
+``_current_graph_task_id``            tables that a rank has not used           the same
 ``_set_params_and_buffers_to_         sharded tables inside DDP                 the same
 ignore_for_model``
 ``_new_process_group_helper``,        a group whose name its ranks agree on     the same
@@ -175,6 +176,11 @@ def hide_from_ddp(model: nn.Module, names: set[str]) -> None:
 def after_backward(action: Callable[[], None]) -> None:
     """Do this when the backward pass that is running has ended on this rank."""
     torch.autograd.Variable._execution_engine.queue_callback(action)
+
+
+def number_of_backward() -> int:
+    """The number of the backward pass that is running. No two have the same."""
+    return torch._C._current_graph_task_id()
 
 
 # Process groups

@@ -24,6 +24,7 @@ from .._torch_internals import after_backward, entries_of, hide_from_ddp
 from . import _exchange
 from ._dedupe import dedupe, sum_duplicates
 from ._table import ShardedTable
+from ._unused import give_empty_gradients
 
 
 def allreduce_hook(
@@ -41,17 +42,9 @@ def allreduce_hook(
     own = _exchange.default_group(group)
     assert own is not None, "DDP runs in a process group"
     done: torch.futures.Future[Tensor] = torch.futures.Future()
-    (weight,) = bucket.parameters()
-
-    def exchange() -> None:
-        mean = _mean_over_ranks(gradient, own)
-        done.set_result(mean)
-        if not len(entries_of(mean)[1]):  # no rank has used the table: once DDP has noted this, there is no gradient
-            after_backward(lambda: setattr(weight, "grad", None))
-
     # Not now but when this rank's backward pass is through: where a rank does not use a table, DDP hands its gradient
     # over early, and waiting here for the others would keep them waiting for this rank's part in a sharded table's.
-    after_backward(exchange)
+    after_backward(lambda: done.set_result(_mean_over_ranks(gradient, own)))
     return done
 
 
@@ -73,7 +66,7 @@ def ddp(model: nn.Module, process_group: ProcessGroup | None = None, **options: 
     """
     sharded = [name for name, module in model.named_modules() if isinstance(module, ShardedTable)]
     hide_from_ddp(model, {f"{name}.{key}".removeprefix(".") for name in sharded for key in ("weight", ROW_ORDER)})
-    tables = [module for module in model.modules() if _is_replicated_table(module)]
+    tables = _replicated_tables(model)
     if tables and options.get("static_graph"):
         raise ValueError(
             "static_graph=True is not supported with replicated sparse tables: their gradients are exchanged after the "
@@ -84,25 +77,13 @@ def ddp(model: nn.Module, process_group: ProcessGroup | None = None, **options: 
     group = _exchange.twin_group(process_group)
     wrapped = DistributedDataParallel(model, process_group=group, **options)
     wrapped.register_comm_hook(group, allreduce_hook)
-    if tables:
-        wrapped.register_forward_pre_hook(lambda *_: _give_empty_gradients(tables))
+    if tables and wrapped.find_unused_parameters:
+        give_empty_gradients(wrapped, tables)
     return wrapped
 
 
-def _is_replicated_table(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
-
-
-def _give_empty_gradients(tables: list[nn.Module]) -> None:
-    """DDP wants a gradient of every table, used or not. Where it stays empty on all ranks, the hook takes it back."""
-    if not torch.is_grad_enabled():
-        return
-    for table in tables:
-        weight: Tensor = table.weight  # type: ignore[assignment]
-        if weight.requires_grad and weight.grad is None:
-            weight.grad = torch.sparse_coo_tensor(
-                torch.empty(1, 0, dtype=torch.int64, device=weight.device),
-                weight.new_empty(0, *weight.shape[1:]),
-                weight.shape,
-                check_invariants=False,
-            )
+def _replicated_tables(model: nn.Module) -> list[Tensor]:
+    """The weights, each once, of the tables that every rank holds whole and whose sparse gradients DDP averages."""
+    tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    weights = {id(table.weight): table.weight for table in tables if table.sparse}
+    return [weight for weight in weights.values() if weight.requires_grad]
