@@ -169,8 +169,13 @@ def running_ddp() -> nn.Module | None:
 
 def hide_from_ddp(model: nn.Module, names: set[str]) -> None:
     """Let DistributedDataParallel leave these parameters and buffers alone, as well as those named before."""
-    names = names | set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    names = names | hidden_from_ddp(model)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(names))  # type: ignore[no-untyped-call]
+
+
+def hidden_from_ddp(model: nn.Module) -> set[str]:
+    """The parameters and buffers of this model that DistributedDataParallel leaves alone."""
+    return set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def after_backward(action: Callable[[], None]) -> None:

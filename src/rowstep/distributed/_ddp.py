@@ -10,6 +10,7 @@ Sharded tables look after their own gradients, so DDP is told to leave them alon
 
 # Annotations must stay objects here: DDP looks at those of the hook.
 
+import contextlib
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from .._part import ROW_ORDER
-from .._torch_internals import after_backward, entries_of, hide_from_ddp
+from .._torch_internals import after_backward, entries_of, hidden_from_ddp, hide_from_ddp
 from . import _exchange
 from ._dedupe import dedupe, sum_duplicates
 from ._table import ShardedTable
@@ -62,28 +63,111 @@ def ddp(model: nn.Module, process_group: ProcessGroup | None = None, **options: 
 
     ``options`` are passed to DistributedDataParallel. It gets its own process group, with the ranks of
     ``process_group`` (by default all), so that its collectives cannot interleave with those of sharded tables, whatever
-    the order of a backward pass.
+    the order of a backward pass. All ranks of ``process_group`` must call this together, and no others. Sharded tables
+    must be sharded over the same ranks.
     """
-    sharded = [name for name, module in model.named_modules() if isinstance(module, ShardedTable)]
-    hide_from_ddp(model, {f"{name}.{key}".removeprefix(".") for name in sharded for key in ("weight", ROW_ORDER)})
-    tables = _replicated_tables(model)
+    group = _exchange.default_group(process_group)
+    _exchange.ranks_of(group)  # raises if this process is not one of them
+    tables = _exchange.agree(lambda: _check(model, group, options), group)
+    hide_from_ddp(model, _names_of_sharded(model))
+    if tables:
+        options.setdefault("find_unused_parameters", True)
+    twin = _exchange.twin_group(group)
+    wrapped = _DataParallel(model, process_group=twin, **options)
+    if tables:
+        wrapped.register_comm_hook(twin, allreduce_hook)
+        if wrapped.find_unused_parameters:
+            give_empty_gradients(wrapped, tables)
+    return wrapped
+
+
+class _DataParallel(DistributedDataParallel):
+    """DistributedDataParallel, except for what cannot work in the process group and with the tables that it has."""
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Any:
+        if not enable and _has_tables(self.module):
+            return contextlib.nullcontext()
+        return super().join(divide_by_initial_world_size, enable, throw_on_early_termination)
+
+    def join_hook(self, **options: Any) -> Any:
+        if _has_tables(self.module):
+            raise RuntimeError(
+                "join is not supported for a model with sparse tables: a rank that has run out of batches cannot take "
+                "part in their exchanges. Let every rank make the same number of steps; it may look up an empty batch"
+            )
+        return super().join_hook(**options)  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> Any:
+        raise RuntimeError(
+            "a model wrapped by rowstep.distributed.ddp cannot be copied or pickled, because its process group cannot. "
+            "Copy or save its .module instead, and wrap the copy"
+        )
+
+
+# What is refused, before anything has changed
+
+
+def _check(model: nn.Module, group: ProcessGroup | None, options: dict[str, Any]) -> list[Tensor]:
+    """The weights of the tables that every rank holds whole and whose sparse gradients DDP is to average."""
+    for name, module in model.named_modules():
+        if isinstance(module, ShardedTable):
+            _check_ranks(name, module, group)
+    if options.get("device_mesh") is not None:
+        raise ValueError("device_mesh is not supported; pass process_group=device_mesh.get_group() instead")
+    hidden = _names_of_sharded(model) | hidden_from_ddp(model)
+    reduced = {id(param) for name, param in model.named_parameters() if param.requires_grad and name not in hidden}
+    if not reduced and not options.get("delay_all_reduce_named_params"):
+        raise ValueError(
+            "the model has no parameter that needs a gradient outside of sharded tables, so there is nothing for ddp "
+            "to average: sharded tables do that themselves. Use the model itself instead"
+        )
+    tables = [table for table in _replicated_tables(model) if id(table) in reduced]
     if tables and options.get("static_graph"):
         raise ValueError(
             "static_graph=True is not supported with replicated sparse tables: their gradients are exchanged after the "
             "backward pass, but DDP would wait for them during it. Use static_graph=False, or shard the tables"
         )
-    if tables:
-        options.setdefault("find_unused_parameters", True)
-    group = _exchange.twin_group(process_group)
-    wrapped = DistributedDataParallel(model, process_group=group, **options)
-    wrapped.register_comm_hook(group, allreduce_hook)
-    if tables and wrapped.find_unused_parameters:
-        give_empty_gradients(wrapped, tables)
-    return wrapped
+    if tables and options.get("mixed_precision") is not None:
+        raise ValueError(
+            "mixed_precision is not supported with replicated sparse tables: both need a communication hook, and DDP "
+            "takes only one. Use torch.autocast instead, or shard the tables"
+        )
+    return tables
+
+
+def _check_ranks(name: str, table: ShardedTable, group: ProcessGroup | None) -> None:
+    if group is None:
+        return
+    ours = sorted(dist.get_process_group_ranks(group))
+    theirs = [dist.get_rank()] if table.group is None else sorted(dist.get_process_group_ranks(table.group))
+    if theirs != ours:
+        cause = " because it was created before init_process_group" if table.group is None else ""
+        raise ValueError(
+            f"the table {name!r} is sharded over the ranks {theirs}{cause}; expected {ours}, the ranks of ddp's "
+            "process group, because copies of a table in several groups drift apart. Create it with group=process_group"
+        )
+
+
+def _names_of_sharded(model: nn.Module) -> set[str]:
+    """All names that the weights and buffers of sharded tables have in the model."""
+    tables = [module for module in model.modules() if isinstance(module, ShardedTable)]
+    tensors = {id(tensor) for table in tables for tensor in (table.weight, getattr(table, ROW_ORDER))}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    names = {name for name, tensor in named if id(tensor) in tensors}
+    # To some parts of DDP, a tensor of the outermost module has a name that begins with a dot.
+    return names | {f".{name}" for name in names if "." not in name}
 
 
 def _replicated_tables(model: nn.Module) -> list[Tensor]:
-    """The weights, each once, of the tables that every rank holds whole and whose sparse gradients DDP averages."""
     tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
-    weights = {id(table.weight): table.weight for table in tables if table.sparse}
-    return [weight for weight in weights.values() if weight.requires_grad]
+    weights: dict[int, Tensor] = {id(table.weight): table.weight for table in tables if table.sparse}
+    return list(weights.values())
+
+
+def _has_tables(model: nn.Module) -> bool:
+    return bool(_replicated_tables(model)) or any(isinstance(module, ShardedTable) for module in model.modules())
