@@ -27,12 +27,14 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from deferred_cases import LONG
 from pictures import is_png
+from ranks import Ranks
 from rowstep import DeferredAdam, SparseAdam
 from rowstep.arrays import Adam
 from rowstep.arrays._safetensors import write as write_safetensors
 from rowstep.cli import main
 from rowstep.cli._inspect import contents, figures, parameters, reading, stored, text
 from rowstep.cli._inspect.parameters import Parameter
+from rowstep.distributed import ShardedEmbedding
 from state_mutations import COUNTS, STRANGE
 from test_arrays_mutations import DAMAGES
 
@@ -233,6 +235,37 @@ def test_a_directory_of_torch_distributed_checkpoint(way: str, tmp_path: Path) -
     assert (table.touched, table.steps, table.state_bytes) == ((3, 10), 3, 400)
     assert table.weights is not None
     assert torch.equal(torch.cat(list(table.weights.blocks())), next(net.parameters()).detach())
+
+
+def save_sharded(rank: int, path: Path) -> Tensor:
+    torch.manual_seed(0)
+    table = ShardedEmbedding(1003, 16)
+    optimizer = SparseAdam(table.parameters(), bias_correction="row")
+    torch.autograd.backward(table(torch.arange(5)).sum())
+    optimizer.step()
+    dcp_save({"model": table.state_dict(), "optimizer": optimizer}, checkpoint_id=path)
+    return table.weight.detach()
+
+
+@pytest.mark.parametrize("way", ["of ranks", "of one process"])
+def test_a_sharded_table_has_the_shape_of_its_rows(way: str, tmp_path: Path, show: Show, ranks: Ranks) -> None:
+    if way == "of ranks":
+        path = tmp_path
+        weight = torch.cat(ranks.run(2, save_sharded, path))
+    else:
+        table = ShardedEmbedding(1003, 16)
+        optimizer = SparseAdam(table.parameters(), bias_correction="row")
+        table(torch.arange(5)).sum().backward()
+        optimizer.step()
+        weight = table.weight.detach()
+        path = saved({"model": table.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path)
+    (parameter,) = found(path)
+    assert parameter.shape == (1003, 16)
+    assert parameter.touched == (5, 1003)
+    assert parameter.weights is not None
+    assert torch.equal(torch.cat(list(parameter.weights.blocks())), weight)
+    assert torch.equal(parameter.weights.rows(500, 504), weight[500:504])
+    assert "1003 x 16" in show(path)[1].replace(",", "")
 
 
 def test_pieces_are_put_together() -> None:

@@ -77,9 +77,9 @@ def contents(model: Model, optimizer: torch.optim.Optimizer) -> Contents:
         for key, value in {"weight": param.detach(), **optimizer.state[param]}.items():
             is_by_row = isinstance(value, Tensor) and value.dim() and key != "exp_avg_sq_column"
             if shard is not None and is_by_row:
-                value = shard.as_global(value)
-                value = value.full_tensor() if isinstance(value, DTensor) else value
-                value = value[shard.order.positions(torch.arange(len(value)))]
+                whole = shard.as_global(value)
+                whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+                value = whole.reshape(-1, *value.shape[1:])[shard.order.positions(torch.arange(len(whole)))]
             found[f"{name} {key}"] = value.clone() if isinstance(value, Tensor) and value.dim() else float(value)
         assert set(saved[number]) - {"rowstep_row_order"} == set(optimizer.state[param])
     return found
@@ -156,6 +156,8 @@ def train_whole(name: str) -> tuple[Model, torch.optim.Optimizer, Contents]:
         ("SparseAdam, all state", "SparseAdam"),  # options come from the checkpoint, and their state with them
         ("DeferredAdamW", "DeferredAdamW"),
         ("torch.optim.AdamW", "DeferredAdamW"),
+        ("factored", "factored"),
+        ("DeferredAdamW, by row", "DeferredAdamW, by row"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
@@ -232,7 +234,7 @@ def test_torch_s_state_dicts_by_name_work_through_ddp(ranks: Ranks, tmp_path: Pa
     saved = ranks.run(2, save_by_name, path, name)[0]
     for found, gathered in [*ranks.run(3, load_by_name, path, name), load_by_name(0, path, name)]:
         assert_same(found, saved)
-        assert gathered["words.weight"].shape == (ROWS, WIDTH)
+        assert gathered["words.weight"].shape == (ROWS, WIDTH, 1)
         assert not isinstance(gathered["words.weight"], DTensor)
 
 
@@ -263,10 +265,11 @@ def look_at_state_dicts(rank: int) -> None:
     optimizer = OPTIMIZERS["SparseAdam, all state"](model)
     weight = model.state_dict()["words.weight"]
     assert isinstance(weight, DTensor)
-    assert weight.shape == (ROWS, WIDTH)
+    assert weight.shape == (ROWS, WIDTH, 1)
     assert weight.to_local().data_ptr() == model.words.weight.data_ptr()
     state = optimizer.state_dict()["state"][0]
     assert set(state) == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "row_step", "rowstep_row_order"}
+    assert state["row_step"].shape == (ROWS, 1, 1)
     for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "row_step"):
         assert state[key].to_local().data_ptr() == optimizer.state[model.words.weight][key].data_ptr()
     assert set(optimizer.state_dict()["state"]) == set(range(4))

@@ -245,7 +245,7 @@ def groups_of_some_ranks(rank: int) -> None:
         optimizer = rowstep.SparseAdam(table.parameters())
         optimizer.step()
         moment = optimizer.state_dict()["state"][0]["exp_avg"]
-        assert moment.shape == (ROWS, WIDTH)
+        assert moment.shape == (ROWS, WIDTH, 1)
         assert moment.device_mesh.size() == len(mates)
         assert not torch.equal(table.full_weight(), plain.weight)
 
@@ -341,7 +341,7 @@ def copies(rank: int) -> None:
             moments = other.state_dict()["state"][0]
             for value in (moments["exp_avg"], moments["exp_avg_sq"], module.state_dict()["0.weight"]):
                 assert isinstance(value, DTensor)
-                assert value.shape == (ROWS, WIDTH)
+                assert value.shape == (ROWS, WIDTH, 1)
             assert same_bits(module[0].full_weight(), model[0].full_weight())
             assert module[0].group is model[0].group
         before = model[0].full_weight()

@@ -9,11 +9,17 @@ number of ranks: the same table can then be cut again for any other number.
 With a multiplier near the golden section of the number of rows, neighbouring ids, and ids that follow each other in
 any but a few odd strides, fall far apart. The busiest of 8 ranks then had 1.02 to 1.05 times the mean load (Zipf ids,
 also in strides of 2 to 4,096, tables of 100,000 to 10 million rows).
+
+In state dicts, the shape of a tensor says in which order its rows lie. In the order of ids it has the shape of a plain
+model's. In a spread order it is a view with three dimensions: (rows, width, 1), or (rows, 1, 1) with a number per row.
+So torch refuses one where it expects the other, and our own loaders know what they were given. The dimension is the
+last one, because torch would broadcast a block of one row into (1, 1, width).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,6 +31,8 @@ _GOLDEN_SECTION = (math.sqrt(5) - 1) / 2
 _PRODUCT_FITS = math.isqrt(2**63 - 1)
 _LOW_BITS = 21
 _MOST_ROWS = 2 ** (2 * _LOW_BITS)
+
+_SPREAD_DIM = 3
 
 
 class RowOrder(NamedTuple):
@@ -59,6 +67,20 @@ class RowOrder(NamedTuple):
             raise ValueError(f"the loaded row order is {order}; expected an order of {rows} rows")
         return order
 
+    @classmethod
+    def of(cls, shape: Sequence[int], constants: object, rows: int) -> RowOrder:
+        """The order of a tensor of a state dict. The constants, if any came along, say which spread order it is."""
+        loaded = cls.spread(rows) if constants is None else cls.loaded(constants, rows)
+        return loaded if is_spread(shape) else cls.by_id(rows)
+
+    @property
+    def is_by_id(self) -> bool:
+        return (self.multiplier, self.offset) == (1, 0)
+
+    def shape_in_state_dicts(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape in state dicts of what has this shape in a plain model's."""
+        return tuple(shape) if self.is_by_id else (*shape, *[1] * (_SPREAD_DIM - len(shape)))
+
     def positions(self, ids: Tensor) -> Tensor:
         """Where these ids are in the order, as int64 whatever the ids are: a product of two int32 would not fit."""
         ids = ids.to(torch.int64)
@@ -72,6 +94,11 @@ class RowOrder(NamedTuple):
         if not self.rows:
             return positions
         return _times((positions - self.offset) % self.rows, pow(self.multiplier, -1, self.rows), self.rows)
+
+
+def is_spread(shape: Sequence[int]) -> bool:
+    """Whether a table's tensor of this shape has its rows in a spread order."""
+    return len(shape) == _SPREAD_DIM
 
 
 def _times(numbers: Tensor, factor: int, modulus: int) -> Tensor:

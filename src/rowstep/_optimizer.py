@@ -372,6 +372,11 @@ class RowOptimizer(Optimizer):
         with self._lock:
             self._finish_step()
             state_dict = super().state_dict()
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):  # a hook may add some
+            if saved.get("fused") and any(map(_part.is_spread_part, group["params"])):
+                # Torch's other kernels refuse moments of another shape. This one does not look, and would step a plain
+                # model with rows under the wrong ids. Nothing of ours loads the option.
+                saved["fused"] = None
         return _part.for_each_param(state_dict, self._all_params(), _part.as_global_state)
 
     def load_state_dict(self, state_dict: StateDict) -> None:

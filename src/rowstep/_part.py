@@ -2,7 +2,7 @@
 
 It is a plain local Parameter, because DTensor has no sparse gradients. What it is a part of is written beside it, as an
 attribute of the Parameter. To the outside, in state dicts, it is a DTensor over the same memory, which torch's
-checkpoints can cut anew for another number of ranks.
+checkpoints can cut anew for another number of ranks. Its shape there says in which order the rows lie (``_layout``).
 
 The core imports nothing of ``rowstep.distributed``. What takes messages between ranks, it asks of the part's ``Peers``.
 """
@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.optim.optimizer import StateDict
 
 from ._backends import WHOLE, Extent
-from ._layout import RowOrder
-from ._state import State, row_slots
+from ._layout import RowOrder, is_spread
+from ._state import MOMENTS, State, row_slots
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.tensor import DTensor
 
 _MARK = "_rowstep_part"
 
@@ -62,42 +63,59 @@ class TablePart:
 
     def as_global(self, local: Tensor) -> Tensor:
         """The whole table's tensor, of which ``local`` is this rank's part; no copy is made."""
+        shape = torch.Size(self.order.shape_in_state_dicts((self.order.rows, *local.shape[1:])))
+        while local.dim() < len(shape):
+            local = local.unsqueeze(-1)
         if self.peers is None:
             return local
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard
 
-        shape = torch.Size((self.order.rows, *local.shape[1:]))
         stride = torch.empty(shape, device="meta").stride()
         mesh = DeviceMesh.from_group(self.peers.group, local.device.type)
         return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
-    def order_of(self, constants: object, value: object) -> RowOrder:
-        """The order of a loaded tensor, from the constants that came with it, if any.
+    def order_of(self, constants: object, value: Tensor) -> RowOrder:
+        """The order of a loaded tensor, from its shape and the constants that came with it, if any."""
+        return RowOrder.of(value.shape, constants, self.order.rows)
 
-        Blocks that came without are ours, since only we make them. Whole tables that came without were never sharded.
+    def as_local(self, value: Tensor, order: RowOrder, dim: int = 2) -> Tensor:
+        """This rank's rows of a whole table's tensor, which is laid out in ``order``; of its own blocks, a view.
+
+        ``dim`` is how many dimensions the tensor has here: 2, or 1 with a number per row.
         """
-        if constants is not None:
-            return RowOrder.loaded(constants, self.order.rows)
-        return self.order if _is_in_blocks(value) else RowOrder.by_id(self.order.rows)
-
-    def as_local(self, value: Tensor, order: RowOrder) -> Tensor:
-        """This rank's rows of a whole table's tensor, which is laid out in ``order``; of its own blocks, a view."""
         from torch.distributed.tensor import DTensor
 
-        if value.shape[:1] != (self.order.rows,):
+        if value.shape[:1] != (self.order.rows,) or (is_spread(value.shape) and value.shape[dim:].numel() != 1):
             raise ValueError(
                 f"the loaded tensor has shape {tuple(value.shape)}; expected all {self.order.rows} rows of the table, "
                 "as state_dict() returns them"
             )
         if isinstance(value, DTensor):
-            if order == self.order and _is_in_blocks(value):
-                return value.to_local()
+            local = value.to_local()
+            if local.dim() != value.dim():  # torch has put a block into a place of another shape
+                raise ValueError(
+                    f"the loaded DTensor has shape {tuple(value.shape)}, but {tuple(local.shape)} on this rank; "
+                    "expected the same dimensions"
+                )
+            if order == self.order and self._is_own_block(value):
+                return _as_in_models(local, dim)
             value = value.full_tensor()  # it knows its ranks: a parameter that is whole has no peers to ask
+        value = _as_in_models(value, dim)
         if order == self.order:
             return value[self.positions.start : self.positions.stop].clone()  # and let go of the rest
         positions = torch.arange(self.positions.start, self.positions.stop, device=value.device)
         return value.index_select(0, order.positions(self.order.ids(positions)))
+
+    def _is_own_block(self, value: DTensor) -> bool:
+        """Whether what this rank holds of a DTensor are the rows of this part."""
+        from torch.distributed import get_process_group_ranks
+        from torch.distributed.tensor import Shard
+
+        if self.peers is None or value.placements != (Shard(0),):
+            return False
+        ranks: list[int] = value.device_mesh.mesh.tolist()
+        return ranks == get_process_group_ranks(self.peers.group)
 
 
 def peers_of(params: Iterable[Tensor]) -> list[Peers]:
@@ -133,23 +151,37 @@ def part_of(param: Tensor) -> TablePart | None:
     return getattr(param, _MARK, None)
 
 
+def is_spread_part(param: Tensor) -> bool:
+    """Whether this parameter's rows lie in another order than that of the ids."""
+    part = part_of(param)
+    return part is not None and not part.order.is_by_id
+
+
 def as_global_state(state: State, param: Tensor) -> State:
     """A parameter's optimizer state as it goes into a state dict."""
     part = part_of(param)
     if part is None:
         return state
-    return state | {key: part.as_global(state[key]) for key in row_slots(state)} | {ROW_ORDER: part.order_as_tensor}
+    constants = {} if part.order.is_by_id else {ROW_ORDER: part.order_as_tensor}
+    return state | {key: part.as_global(state[key]) for key in row_slots(state)} | constants
 
 
 def as_local_state(state: State, param: Tensor) -> State:
-    """What of a loaded state belongs to this parameter, be it a part of a table or a whole one."""
-    part, order = part_of(param), state.get(ROW_ORDER)
-    if part is None and order is None:
-        return state
+    """What of a loaded state belongs to this parameter, be it a part of a table or a whole one.
+
+    A state for a whole parameter that came without constants was never spread, whatever its shape.
+    """
+    part, constants = part_of(param), state.get(ROW_ORDER)
+    if part is None and constants is None:
+        cut = [] if _is_dtensor(param) else [key for key in row_slots(state) if _is_dtensor(state[key])]
+        return state | {key: state[key].full_tensor() for key in cut}
     if part is None:
         part = TablePart(RowOrder.by_id(len(param)), range(len(param)), peers=None)
     local = {key: value for key, value in state.items() if key != ROW_ORDER}
-    return local | {key: part.as_local(local[key], part.order_of(order, local[key])) for key in row_slots(local)}
+    for key in row_slots(local):
+        order = part.order_of(constants, local[key])
+        local[key] = part.as_local(local[key], order, dim=2 if key in MOMENTS else 1)
+    return local
 
 
 def for_each_param(state_dict: StateDict, params: list[Tensor], change: Callable[[State, Tensor], State]) -> StateDict:
@@ -164,8 +196,14 @@ def for_each_param(state_dict: StateDict, params: list[Tensor], change: Callable
     return state_dict | {"state": states}
 
 
-def _is_in_blocks(value: object) -> bool:
-    """Whether this is a whole table's tensor of which every rank has its own rows."""
-    from torch.distributed.tensor import DTensor, Shard
+def _is_dtensor(value: Tensor) -> bool:
+    if type(value) in (Tensor, torch.nn.Parameter):  # spares them an import of 0.8 s
+        return False
+    from torch.distributed.tensor import DTensor
 
-    return isinstance(value, DTensor) and value.placements == (Shard(0),)
+    return isinstance(value, DTensor)
+
+
+def _as_in_models(value: Tensor, dim: int) -> Tensor:
+    """A view without the dimensions that say in which order the rows lie."""
+    return value.flatten(dim - 1) if is_spread(value.shape) else value

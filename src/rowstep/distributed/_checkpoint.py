@@ -4,9 +4,9 @@ Saving needs nothing of ours: state dicts hold a table's weights and moments as 
 ``dcp.save`` and ``dcp.async_save`` write them. Nor does ``dcp.load`` where tables are sharded on both sides: their rows
 lie in the same order for any number of ranks, and torch cuts them anew.
 
-A table that was never sharded lies in the order of its ids. ``load`` reads either into either: rows that lie in another
-order are read chunk by chunk, and put where they belong. The order of a tensor's rows is written beside it, under the
-key ``rowstep_row_order``; without one, it is that of the ids.
+A table that was never sharded lies in the order of its ids, which ``dcp.load`` refuses by its shape (``_layout``).
+``load`` reads either into either: rows that lie in another order are read chunk by chunk, and put where they belong.
+The constants of a spread order are beside its tensors, under the key ``rowstep_row_order``.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor, zeros
 
-from .._layout import RowOrder
+from .._layout import RowOrder, is_spread
 from .._optimizer import RowOptimizer
 from .._part import ROW_ORDER
-from .._state import BY_ROW, OF_MOMENTS, row_slots
+from .._state import BY_ROW, MOMENTS, OF_MOMENTS
 from . import _exchange
 from ._placement import Blocks
 from ._topic import Topic
 
+_PER_ROW = frozenset(BY_ROW) - frozenset(MOMENTS)
 _SECOND_MOMENTS = tuple(name for name in OF_MOMENTS if name.startswith("exp_avg_sq"))
 
 _LOADING = Topic("loading of a checkpoint")
@@ -70,27 +71,27 @@ def load(
         if isinstance(value, RowOptimizer):
             value.allocate_state()
     group = None if no_dist else _exchange.default_group(process_group)
-    orders = _exchange.agree(_LOADING, lambda: _saved_orders(storage_reader), group)
+    constants = _exchange.agree(_LOADING, lambda: _saved_constants(storage_reader), group)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=_ALONE)
         dcp_load(
             state_dict,
             checkpoint_id=checkpoint_id,
             storage_reader=storage_reader,
-            planner=_Planner(orders, allow_partial_load),
+            planner=_Planner(constants, allow_partial_load),
             process_group=process_group,
             no_dist=no_dist,
         )
 
 
-def _saved_orders(reader: StorageReader) -> dict[str, RowOrder]:
-    """For every place in the checkpoint that has one, the order of its rows."""
+def _saved_constants(reader: StorageReader) -> dict[str, Tensor]:
+    """For every place in the checkpoint that has them, the constants of its order of rows."""
     keys = [key for key in reader.read_metadata().state_dict_metadata if key.split(".")[-1] == ROW_ORDER]
     constants: dict[str, Any] = {key: torch.zeros(len(RowOrder._fields), dtype=torch.int64) for key in keys}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=_ALONE)
         dcp_load(constants, storage_reader=reader, no_dist=True)
-    return {_place(key): RowOrder(*value.tolist()) for key, value in constants.items()}
+    return {_place(key): value for key, value in constants.items()}
 
 
 def _place(key: str) -> str:
@@ -101,7 +102,7 @@ def _place(key: str) -> str:
 class _Planner(DefaultLoadPlanner):
     """Torch's plan, except for tables whose rows lie in another order in the checkpoint: those are put into place."""
 
-    def __init__(self, saved: dict[str, RowOrder], allow_partial_load: bool) -> None:
+    def __init__(self, saved: dict[str, Tensor], allow_partial_load: bool) -> None:
         super().__init__(allow_partial_load=allow_partial_load)
         self._saved = saved
 
@@ -110,10 +111,10 @@ class _Planner(DefaultLoadPlanner):
     ) -> None:
         super().set_up_planner(state_dict, metadata, is_coordinator)
         assert metadata is not None
-        self._own: dict[str, RowOrder] = {}
+        self._own: dict[str, Tensor] = {}
         self._dropped: dict[str, Tensor] = {}
         for key in [key for key in self.state_dict if key.split(".")[-1] == ROW_ORDER]:
-            self._own[_place(key)] = RowOrder(*self.state_dict.pop(key).tolist())  # ours stays; only rows are read
+            self._own[_place(key)] = self.state_dict.pop(key)  # ours stay; only rows are read
         for key in self._unsaid_options(metadata):
             del self.state_dict[key]
         for key, value in self.state_dict.items():
@@ -122,7 +123,7 @@ class _Planner(DefaultLoadPlanner):
             if isinstance(written, TensorStorageMetadata) and isinstance(value, (int, float)):
                 self.state_dict[key] = torch.zeros(written.size, dtype=written.properties.dtype)
                 _put(self.original_state_dict, self.mappings[key], self.state_dict[key])
-        for key in [key for key in self.state_dict if key.rpartition(".")[2] in _SECOND_MOMENTS]:
+        for key in [key for key in self.state_dict if key.rpartition(".")[2] in ("exp_avg_sq", "exp_avg_sq_row")]:
             self._match_slots(key, metadata)
 
     def _unsaid_options(self, metadata: Metadata) -> list[str]:
@@ -148,8 +149,7 @@ class _Planner(DefaultLoadPlanner):
             key, path = f"{place}.{name}", (*way, str(last).removesuffix(own_name) + name)
             written = metadata.state_dict_metadata.get(key)
             if isinstance(written, TensorStorageMetadata) and not self._has_place_for(key, written):
-                by_row = name in BY_ROW
-                self.state_dict[key] = _zeros_beside(self._tensor(beside), written, cut=by_row)
+                self.state_dict[key] = self._zeros(key, self._tensor(beside), written)
                 self.mappings[key] = path
                 _put(self.original_state_dict, path, self.state_dict[key])
             elif key in self.state_dict and written is None and not self.allow_partial_load:
@@ -176,76 +176,90 @@ class _Planner(DefaultLoadPlanner):
         written = {name for name in OF_MOMENTS if f"{place}.{name}" in metadata.state_dict_metadata}
         return bool(written & {*_SECOND_MOMENTS}) and (own != written & {*_SECOND_MOMENTS} or "exp_avg" not in written)
 
+    def _zeros(self, key: str, beside: Tensor, written: TensorStorageMetadata) -> Tensor:
+        """A place for what was written, on the device of a tensor of the same parameter, and cut as that one is."""
+        dtype = written.properties.dtype
+        if key.rpartition(".")[2] not in BY_ROW:
+            return torch.zeros(written.size, dtype=dtype, device=beside.device)
+        shape: Sequence[int] = written.size
+        if self._is_table(key):
+            order = RowOrder.of(beside.shape, self._own.get(_place(key)), written.size[0])
+            shape = order.shape_in_state_dicts(_shape_in_models(key, written.size))
+        if isinstance(beside, DTensor):
+            return zeros(shape, dtype=dtype, device_mesh=beside.device_mesh, placements=beside.placements)
+        return torch.zeros(shape, dtype=dtype, device=beside.device)
+
+    def _is_table(self, key: str) -> bool:
+        """Whether this has the rows of a table that is sharded here, or was where it was saved."""
+        place, _, name = key.rpartition(".")
+        return (place in self._own or place in self._saved) and name in ("weight", *BY_ROW)
+
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
-        moved = {key for key, value in self.state_dict.items() if self._lies_otherwise(key, value)}
-        rest = {key: value for key, value in self.state_dict.items() if key not in moved}
+        written = self.metadata.state_dict_metadata
+        chunks: list[ReadItem] = []
+        self._moved: dict[str, tuple[RowOrder, RowOrder]] = {}
+        """Of tensors whose rows lie in another order here, the order in the checkpoint and the one here."""
+        for key, here in self.state_dict.items():
+            there = written.get(key)
+            if not self._is_table(key) or not isinstance(there, TensorStorageMetadata):
+                continue
+            orders = self._orders(key, there.size, here.shape)
+            if orders[0] != orders[1]:
+                self._moved[key] = orders
+                chunks += _all_chunks(key, there)
+        rest = {key: value for key, value in self.state_dict.items() if key not in self._moved}
         plan = create_default_local_load_plan(rest, self.metadata, strict=not self.allow_partial_load)
-        for key in sorted(moved):
-            plan.items.extend(self._read_all_chunks(key))
+        plan.items.extend(chunks)
         return plan
 
-    def _orders(self, key: str) -> tuple[RowOrder, RowOrder]:
-        """The order of this tensor's rows in the checkpoint, and here."""
-        place = _place(key)
-        rows = (self._own.get(place) or self._saved[place]).rows
-        return self._saved.get(place, RowOrder.by_id(rows)), self._own.get(place, RowOrder.by_id(rows))
-
-    def _lies_otherwise(self, key: str, value: Any) -> bool:
-        if _place(key) not in self._own and _place(key) not in self._saved:
-            return False
-        saved, own = self._orders(key)
-        name = key.rpartition(".")[2]
-        return saved != own and (name == "weight" or bool(row_slots({name: value})))
-
-    def _read_all_chunks(self, key: str) -> list[ReadItem]:
-        assert self.metadata is not None
-        written, here = self.metadata.state_dict_metadata.get(key), self.state_dict[key]
-        if written is None and self.allow_partial_load:
-            return []
-        if not isinstance(written, TensorStorageMetadata):
-            raise RuntimeError(f"Missing key in checkpoint state_dict: {key}.")
-        if written.size != here.shape:
-            raise ValueError(f"{key} was saved with shape {tuple(written.size)}; expected {tuple(here.shape)}")
-        return [
-            ReadItem(
-                type=LoadItemType.TENSOR,
-                dest_index=MetadataIndex(key),
-                dest_offsets=chunk.offsets,
-                storage_index=MetadataIndex(key, chunk.offsets, number),
-                storage_offsets=torch.Size([0] * len(chunk.sizes)),
-                lengths=chunk.sizes,
-            )
-            for number, chunk in enumerate(written.chunks)
-            if chunk.sizes.numel()
-        ]
+    def _orders(self, key: str, there: torch.Size, here: torch.Size) -> tuple[RowOrder, RowOrder]:
+        if _shape_in_models(key, there) != _shape_in_models(key, here):
+            raise ValueError(f"{key} was saved with shape {tuple(there)}; expected {tuple(here)}")
+        place, rows = _place(key), here[0]
+        return RowOrder.of(there, self._saved.get(place), rows), RowOrder.of(here, self._own.get(place), rows)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         key = read_item.dest_index.fqn
-        if not self._lies_otherwise(key, self.state_dict[key]):
+        if key not in self._moved:
             return super().resolve_tensor(read_item)  # type: ignore[no-any-return]
         return torch.empty(read_item.lengths, dtype=self.state_dict[key].dtype)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         key = read_item.dest_index.fqn
-        here = self.state_dict[key]
-        if not self._lies_otherwise(key, here):
+        if key not in self._moved:
             return
-        saved, own = self._orders(key)
-        first = read_item.dest_offsets[0]
+        saved, own = self._moved[key]
+        first, *offsets = read_item.dest_offsets
         positions = own.positions(saved.ids(torch.arange(first, first + len(tensor))))
-        local, mine = _local_block(here)
+        local, mine = _local_block(self.state_dict[key])
         kept = (positions >= mine.start) & (positions < mine.stop)
-        local[(positions[kept] - mine.start).to(local.device)] = tensor[kept].to(local.device)
+        chunk = zip(range(1, local.dim()), offsets, tensor.shape[1:], strict=False)
+        for dim, offset, length in chunk:  # a table that was cut by columns comes in parts of rows
+            local = local.narrow(dim, offset, length)
+        rows = tensor.reshape(len(tensor), *local.shape[1:])[kept]
+        local[(positions[kept] - mine.start).to(local.device)] = rows.to(local.device)
 
 
-def _zeros_beside(beside: Tensor, written: TensorStorageMetadata, *, cut: bool) -> Tensor:
-    """A place for what was written, on the device of a tensor of the same parameter; ``cut`` as that one is."""
-    if cut and isinstance(beside, DTensor):
-        return zeros(
-            written.size, dtype=written.properties.dtype, device_mesh=beside.device_mesh, placements=beside.placements
+def _all_chunks(key: str, written: TensorStorageMetadata) -> list[ReadItem]:
+    return [
+        ReadItem(
+            type=LoadItemType.TENSOR,
+            dest_index=MetadataIndex(key),
+            dest_offsets=chunk.offsets,
+            storage_index=MetadataIndex(key, chunk.offsets, number),
+            storage_offsets=torch.Size([0] * len(chunk.sizes)),
+            lengths=chunk.sizes,
         )
-    return torch.zeros(written.size, dtype=written.properties.dtype, device=beside.device)
+        for number, chunk in enumerate(written.chunks)
+        if chunk.sizes.numel()
+    ]
+
+
+def _shape_in_models(key: str, shape: torch.Size) -> torch.Size:
+    """The shape that a table's tensor has in a plain model, from its shape in any state dict."""
+    dim = 1 if key.rpartition(".")[2] in _PER_ROW else 2
+    return shape[:dim] if is_spread(shape) and shape[dim:].numel() == 1 else shape
 
 
 def _local_block(value: Tensor) -> tuple[Tensor, range]:

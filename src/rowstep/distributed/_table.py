@@ -81,7 +81,7 @@ class ShardedTable(nn.Module):
         rows = torch.empty(len(self._shard.positions), embedding_dim, device=device, dtype=dtype)
         self.weight = nn.Parameter(rows, requires_grad=not freeze)
         # The constants of the order count; this is their place in state dicts.
-        self.register_buffer(ROW_ORDER, self._shard.order_as_tensor)
+        self.register_buffer(ROW_ORDER, self._shard.order_as_tensor, persistent=not self._shard.order.is_by_id)
         if full_weight is None:
             self.reset_parameters()
         else:
@@ -259,13 +259,15 @@ class ShardedTable(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[prefix + "weight"] = self._shard.as_global(destination[prefix + "weight"])
-        destination[prefix + ROW_ORDER] = self._shard.order_as_tensor
+        if prefix + ROW_ORDER in destination:
+            destination[prefix + ROW_ORDER] = self._shard.order_as_tensor
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         given = dict(state_dict)
-        constants, loaded = given.get(prefix + ROW_ORDER), given.get(prefix + "weight")
+        constants, loaded = given.pop(prefix + ROW_ORDER, None), given.get(prefix + "weight")
         if loaded is not None:
             given[prefix + "weight"] = self._shard.as_local(loaded, self._shard.order_of(constants, loaded))
+        if not self._shard.order.is_by_id and (loaded is not None or constants is not None):
             given[prefix + ROW_ORDER] = self._shard.order_as_tensor
         super()._load_from_state_dict(given, prefix, *args)
 

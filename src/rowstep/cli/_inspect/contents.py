@@ -13,9 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from rowstep._part import ROW_ORDER
+from rowstep._state import BY_ROW, MOMENTS
 from rowstep.cli._inspect import text
 from rowstep.cli._inspect.reading import Checkpoint, UnreadableError
-from rowstep.cli._inspect.stored import Stored, in_memory
+from rowstep.cli._inspect.stored import Stored, in_memory, in_models
 
 _DEEPEST = 32
 # Tied weights are listed twice. But ten thousand tensors over the same numbers would take for ever to read.
@@ -42,12 +43,17 @@ class Contents:
 
 def of(checkpoint: Checkpoint) -> Contents:
     tensors: dict[Path, Stored] = {}
-    optimizers = []
+    optimizers, sharded = [], []
     for path, leaf in _walk(checkpoint.tree, (), set()):
         if isinstance(leaf, Optimizer):
             optimizers.append(leaf)
-        elif not path or path[-1].split(".")[-1] != ROW_ORDER:
+        elif path and path[-1].split(".")[-1] == ROW_ORDER:
+            sharded.append((*path[:-1], path[-1].removesuffix(ROW_ORDER) + "weight"))
+        else:
             tensors[path] = leaf
+    for path in sharded:
+        if path in tensors:
+            tensors[path] = in_models(tensors[path], 2)
     if not tensors and not optimizers:
         raise UnreadableError("it holds no tensor; expected the state dict of a module or of an optimizer")
     slots = [slot for optimizer in optimizers for state in optimizer.states.values() for slot in state.values()]
@@ -104,11 +110,16 @@ def _flattened_optimizer(node: Mapping[Any, Any], where: str) -> Optimizer | Non
 
 
 def _slots(state: Mapping[Any, Any]) -> dict[str, Any]:
-    return {
+    slots = {
         _key(key): _stored(value) if isinstance(value, (Tensor, Stored)) else value
         for key, value in state.items()
         if key != ROW_ORDER
     }
+    if ROW_ORDER in state:
+        for name in BY_ROW:
+            if isinstance(slot := slots.get(name), Stored):
+                slots[name] = in_models(slot, 2 if name in MOMENTS else 1)
+    return slots
 
 
 def _values(node: Any) -> list[Any] | None:

@@ -10,13 +10,14 @@ import functools
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import Buffer, Parameter
 
+from rowstep._layout import is_spread
 from rowstep._memory import has_memory, overlaps_itself
 
 BLOCK = 1 << 18
@@ -202,3 +203,14 @@ def in_pieces(shape: tuple[int, ...], dtype: torch.dtype, pieces: Sequence[Piece
     if sum(piece.stored.numel for piece in pieces) != math.prod(shape):
         return Stored(shape, dtype, nbytes, "its pieces are not all of it")
     return InPieces(shape, dtype, nbytes, None, sorted(pieces, key=lambda piece: piece.offsets))
+
+
+def in_models(stored: Stored, dim: int) -> Stored:
+    """A tensor of a sharded table with the dimensions it has in a model, without those that tell the order of rows."""
+    if not is_spread(stored.shape) or math.prod(stored.shape[dim:]) != 1:
+        return stored
+    shape = stored.shape[:dim]
+    if not isinstance(stored, InPieces):
+        return replace(stored, shape=shape)
+    pieces = [Piece(piece.offsets[:dim], in_models(piece.stored, dim)) for piece in stored.pieces]
+    return replace(stored, shape=shape, pieces=pieces)
