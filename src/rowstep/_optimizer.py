@@ -143,7 +143,8 @@ class RowOptimizer(Optimizer):
         def plan() -> float:
             if not plans:
                 plans.extend(self._plans(backend))
-            return float(zlib.crc32(bytes(param.grad is not None for param in self._all_params())))
+            alike = [param for param in self._all_params() if _part.is_alike_on_all_ranks(param)]
+            return float(zlib.crc32(bytes(param.grad is not None for param in alike)))
 
         for each in peers:
             if len(set(each.gather_numbers(plan))) > 1:

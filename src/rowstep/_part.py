@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -56,6 +56,8 @@ class TablePart:
     positions: range
     peers: Peers | None
     """None in a single process without torch.distributed."""
+    where: Literal["divided", "here", "elsewhere", "everywhere"] = "divided"
+    """Whether every rank has a part of the table, one rank has it all, or every rank has."""
 
     @property
     def order_as_tensor(self) -> Tensor:
@@ -66,7 +68,7 @@ class TablePart:
         shape = torch.Size(self.order.shape_in_state_dicts((self.order.rows, *local.shape[1:])))
         while local.dim() < len(shape):
             local = local.unsqueeze(-1)
-        if self.peers is None:
+        if self.peers is None or self.where != "divided":
             return local
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard
@@ -124,10 +126,16 @@ def peers_of(params: Iterable[Tensor]) -> list[Peers]:
     return list(dict.fromkeys(part.peers for part in parts if part.peers is not None))
 
 
+def is_alike_on_all_ranks(param: Tensor) -> bool:
+    """Whether every rank has a gradient of this parameter if one has."""
+    part = part_of(param)
+    return part is None or part.where not in ("here", "elsewhere")
+
+
 def summed_over_ranks(param: Tensor, local: Tensor) -> Tensor:
     """The sum over all parts of a parameter's table of something that each rank has measured on its own part."""
     part = part_of(param)
-    return local if part is None or part.peers is None else part.peers.sum(local)
+    return local if part is None or part.peers is None or part.where != "divided" else part.peers.sum(local)
 
 
 def extent_of(param: Tensor) -> Extent:
@@ -162,6 +170,8 @@ def as_global_state(state: State, param: Tensor) -> State:
     part = part_of(param)
     if part is None:
         return state
+    if part.where == "elsewhere":  # the rank that has the table has its state
+        return {}
     constants = {} if part.order.is_by_id else {ROW_ORDER: part.order_as_tensor}
     return state | {key: part.as_global(state[key]) for key in row_slots(state)} | constants
 
@@ -193,6 +203,8 @@ def for_each_param(state_dict: StateDict, params: list[Tensor], change: Callable
         read_back = states.pop(str(number), {}) if isinstance(number, int) else {}
         if number in states:
             states[number] = change(states[number] | read_back if read_back else states[number], param)
+            if not states[number]:
+                del states[number]
     return state_dict | {"state": states}
 
 

@@ -206,7 +206,7 @@ def _as_module(name: str, table: Plain | tuple[int, int], dtype: torch.dtype | N
 def _shard(name: str, plain: Plain, place: Place, gradient: str, group: ProcessGroup | None, device: Any) -> Sharded:
     kind: Any = ShardedEmbedding if isinstance(plain, nn.Embedding) else ShardedEmbeddingBag
     table: Sharded = kind.from_embedding(plain, group=group, gradient=gradient, placement=place, device=device)
-    table.name = name
+    table.be_called(name)
     return table.train(plain.training)
 
 

@@ -25,7 +25,10 @@ from .._torch_internals import after_backward, entries_of, hidden_from_ddp, hide
 from . import _exchange
 from ._dedupe import dedupe, sum_duplicates
 from ._table import ShardedTable
+from ._topic import Topic
 from ._unused import give_empty_gradients
+
+_WRAPPING = Topic("wrapping of a model by ddp")
 
 
 def allreduce_hook(
@@ -68,8 +71,11 @@ def ddp(model: nn.Module, process_group: ProcessGroup | None = None, **options: 
     """
     group = _exchange.default_group(process_group)
     _exchange.ranks_of(group)  # raises if this process is not one of them
-    tables = _exchange.agree(lambda: _check(model, group, options), group)
+    tables = _exchange.agree(_WRAPPING, lambda: _check(model, group, options), group)
     hide_from_ddp(model, _names_of_sharded(model))
+    for name, module in model.named_modules():
+        if isinstance(module, ShardedTable):
+            module.be_called(name)
     if tables:
         options.setdefault("find_unused_parameters", True)
     twin = _exchange.twin_group(group)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import _exchange
+from ._costs import LINE
 from ._dedupe import Deduped, sum_duplicates
 from ._map import Counts
 from ._parcels import Kind, as_bytes, joined, pack, unpack
@@ -25,8 +26,6 @@ from ._topic import Topic, ledger_of
 
 if TYPE_CHECKING:
     from ._table import ShardedTable
-
-_ALIGNED = 8
 
 Arrived = tuple[Tensor, Tensor]
 """Rows of a table here, and their gradients."""
@@ -208,7 +207,7 @@ def _swap_gradients(journey: Journey, sums: Sequence[Tensor], used: list[bool]) 
         return [_arrived(journey, 0, parts, None)]
 
     # A line before the rows: which tables the loss depends on.
-    line = bytes(used) + bytes(-len(used) % _ALIGNED)
+    line = bytes(used) + bytes(-len(used) % LINE)
     lines = torch.frombuffer(bytearray(line * ranks), dtype=torch.uint8).to(sums[0].device)
     given, expected = ([[len(line), *each] for each in way] for way in (given, expected))
     of_lines, *of_tables = journey.swap("gradients", topic, [lines, *sent], given, expected)

@@ -11,7 +11,7 @@ A table is placed in one of three ways:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from .._layout import RowOrder
 
@@ -69,9 +69,11 @@ class Placement(NamedTuple):
             return Blocks(self.rows, self.ranks).of(rank)
         return range(self.rows if self.place in (EVERYWHERE, rank) else 0)
 
-    def is_on(self, rank: int) -> bool:
-        """Whether this rank has to do with the table as an owner of rows, be it of none."""
-        return isinstance(self.place, str) or self.place == rank
+    def seen_from(self, rank: int) -> Literal["divided", "here", "elsewhere", "everywhere"]:
+        """Where the table is for this rank."""
+        if isinstance(self.place, str):
+            return "divided" if self.place == DIVIDED else "everywhere"
+        return "here" if self.place == rank else "elsewhere"
 
     @property
     def span(self) -> int:

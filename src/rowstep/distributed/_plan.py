@@ -19,6 +19,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from ._costs import LINE, MEETINGS
 from ._placement import DIVIDED, EVERYWHERE, Place, Placement
 
 BALANCED = 1.08
@@ -118,6 +119,20 @@ class Plan(MutableMapping[str, Place]):
             for rank in range(self.ranks):
                 found[rank] += amount * len(placement.of(rank)) / rows
         return found
+
+    def bytes_per_step(self) -> float:
+        """Bytes that a rank sends to others for one lookup of all tables and its backward pass, on average.
+
+        See ``docs/scaling.md``, and :func:`bytes_per_step` for a single table.
+        """
+        others, used = self.ranks - 1, 0.0
+        for name, (_, width, element) in self.sizes.items():
+            if self[name] == EVERYWHERE:
+                used += others * self.use[name].distinct * (_INDEX + width * element)
+            else:
+                used += others / self.ranks * self.use[name].distinct * (_INDEX + 2 * width * element)
+        line = -(-len(self) // LINE) * LINE if len(self) > 1 else 0
+        return used + others * (MEETINGS + line)
 
     def balance(self) -> Balance:
         """How evenly ranks are loaded, as far as can be expected."""

@@ -73,11 +73,12 @@ class ShardedTable(nn.Module):
         group = _exchange.default_group(group)
         self.rank, self.ranks = _exchange.ranks_of(group)
         self.identity: Identity = new_identity(group)
-        self.name = ""
-        """What a collection, or the model, calls the table."""
+        self._name = ""
         self.placement = Placement.checked(num_embeddings, self.ranks, placement)
         peers = None if group is None else _exchange.GroupPeers(group)
-        self._shard = TablePart(self.placement.order, self.placement.of(self.rank), peers)
+        self._shard = TablePart(
+            self.placement.order, self.placement.of(self.rank), peers, self.placement.seen_from(self.rank)
+        )
         rows = torch.empty(len(self._shard.positions), embedding_dim, device=device, dtype=dtype)
         self.weight = nn.Parameter(rows, requires_grad=not freeze)
         # The constants of the order count; this is their place in state dicts.
@@ -168,10 +169,15 @@ class ShardedTable(nn.Module):
     @property
     def label(self) -> str:
         """What to call the table in a message."""
-        if self.name:
-            return f"table {self.name!r}"
+        if self._name:
+            return f"table {self._name!r}"
         number, *copies = self.identity
         return f"table {number}" + "".join(f", copy {copy}" for copy in copies)
+
+    def be_called(self, name: str) -> None:
+        """Take the name that a collection, or a model, has for the table, unless it has one."""
+        if name and not self._name:
+            self._name, self._desk = name, None
 
     @property
     def described(self) -> str:
@@ -183,7 +189,7 @@ class ShardedTable(nn.Module):
     @property
     def is_here(self) -> bool:
         """Whether this rank owns rows of the table; if not, it has no gradient of it, and takes no steps."""
-        return self.placement.is_on(self.rank)
+        return self._shard.where != "elsewhere"
 
     @property
     def kind(self) -> Kind:
@@ -258,6 +264,9 @@ class ShardedTable(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._shard.where == "elsewhere":
+            del destination[prefix + "weight"]  # the rank that has the table saves it
+            return
         destination[prefix + "weight"] = self._shard.as_global(destination[prefix + "weight"])
         if prefix + ROW_ORDER in destination:
             destination[prefix + ROW_ORDER] = self._shard.order_as_tensor
@@ -265,7 +274,9 @@ class ShardedTable(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         given = dict(state_dict)
         constants, loaded = given.pop(prefix + ROW_ORDER, None), given.get(prefix + "weight")
-        if loaded is not None:
+        if self._shard.where == "elsewhere":
+            given[prefix + "weight"] = self.weight.detach()
+        elif loaded is not None:
             given[prefix + "weight"] = self._shard.as_local(loaded, self._shard.order_of(constants, loaded))
         if not self._shard.order.is_by_id and (loaded is not None or constants is not None):
             given[prefix + ROW_ORDER] = self._shard.order_as_tensor
