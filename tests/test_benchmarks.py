@@ -207,7 +207,9 @@ def test_quick_distributed_bench_writes_all_measurements(
     assert cost["sent"] == pytest.approx(cost["formula"], rel=0.1)  # few ids: chance decides who owns them
     assert [found["different"] for found in document["checkpoints"]] == [0]
     assert {found["ranks"] for found in document["breakdown_ms"]} == {1, 2}
-    assert all(time > 0 for found in document["breakdown_ms"] for time in found["stages"].values())
+    # One rank sends nothing.
+    breakdowns = [found for found in document["breakdown_ms"] if found["ranks"] > 1]
+    assert all(time > 0 for found in breakdowns for time in found["stages"].values())
 
 
 def test_distributed_bars_are_listed_for_what_was_measured(tmp_path: Path) -> None:

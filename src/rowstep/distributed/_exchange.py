@@ -68,8 +68,12 @@ def twin_group(group: ProcessGroup | None) -> ProcessGroup:
     # groups would wait for each other under different names. So one rank chooses a name that has never been used.
     name = [f"rowstep-{uuid.uuid4().hex}" if rank == 0 else ""]
     dist.broadcast_object_list(name, group=group, group_src=0)
+    return _like(group, name[0])
+
+
+def _like(group: ProcessGroup, name: str) -> ProcessGroup:
     ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
-    return new_group(name[0], ranks, backend=backend, timeout=timeout_of(group))
+    return new_group(name, ranks, backend=backend, timeout=timeout_of(group))
 
 
 _twins: MutableMapping[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
@@ -79,10 +83,11 @@ def _channel(group: ProcessGroup) -> ProcessGroup:
     """The group through which our own messages go, made when the first one is sent.
 
     Not the user's: were a rank to call ``dist.all_reduce`` while another waits for it in a backward pass, gloo would
-    take the message of one for that of the other, and abort the process.
+    take the message of one for that of the other, and abort the process. For the same reason ranks do not agree on its
+    name by a message: there is one for each group, and it is named after it.
     """
     if group not in _twins:
-        _twins[group] = twin_group(group)
+        _twins[group] = _like(group, f"rowstep-tables-of-{group.group_name}")
     return _twins[group]
 
 
