@@ -153,7 +153,12 @@ class ShardedEmbeddingCollection(nn.Module):
             raise TypeError(f"the ids are a {type(ids).__name__}; expected a dict of ids by the name of their table")
         if unknown := [repr(name) for name in ids if name not in self._tables]:
             raise KeyError(f"no table is called {', '.join(unknown)}; there are {', '.join(map(repr, self._tables))}")
-        return [table.lookup(*arguments_of(ids[name])) if name in ids else None for name, table in self._tables.items()]
+        return [self._lookup(table, ids[name]) if name in ids else None for name, table in self._tables.items()]
+
+    @staticmethod
+    def _lookup(table: Sharded, ids: Ids) -> Lookup:
+        with table.named_in_errors():
+            return table.lookup(*arguments_of(ids))
 
     @contextlib.contextmanager
     def ahead(self, ids: Mapping[str, Ids]) -> Iterator[None]:

@@ -16,6 +16,7 @@ call and raises, and nobody waits for rows that never come.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -133,7 +134,10 @@ class Desk:
         refuse_torchs_ddp([table.weight for table in self._tables])
         lookups = [given[number] for number in self._order]
         none = torch.empty(0, dtype=torch.int64, device=self._tables[0].weight.device)
-        ids = [none if lookup is None else lookup.check() for lookup in lookups]
+        ids = []
+        for table, lookup in zip(self._tables, lookups, strict=True):
+            with table.named_in_errors() if len(lookups) > 1 else contextlib.nullcontext():
+                ids.append(none if lookup is None else lookup.check())
         keys = [
             table.positions(each.reshape(-1)) + first
             for table, each, first in zip(self._tables, ids, self._map.first_keys, strict=False)

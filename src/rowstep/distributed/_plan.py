@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,10 +48,12 @@ class Size(NamedTuple):
     """Bytes."""
 
     @classmethod
-    def of(cls, table: nn.Embedding | nn.EmbeddingBag | tuple[int, int]) -> Size:
-        if isinstance(table, (nn.Embedding, nn.EmbeddingBag)):
-            return cls(table.num_embeddings, table.embedding_dim, table.weight.element_size())
-        return cls(*table)
+    def of(cls, table: nn.Module | tuple[int, ...]) -> Size:
+        """Of an Embedding or EmbeddingBag, sharded or not; or of rows and width."""
+        if isinstance(table, tuple):
+            return cls(*table)
+        module: Any = table
+        return cls(module.num_embeddings, module.embedding_dim, module.weight.element_size())
 
     @property
     def bytes(self) -> int:
@@ -162,7 +164,7 @@ class Plan(MutableMapping[str, Place]):
 
 
 def plan_tables(
-    tables: Mapping[str, nn.Embedding | nn.EmbeddingBag | tuple[int, int] | Size],
+    tables: Mapping[str, nn.Module | tuple[int, ...]],
     ranks: int,
     *,
     ids: float | Mapping[str, float] = _USUAL_IDS,
@@ -184,14 +186,16 @@ def plan_tables(
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; expected at least 1")
-    sizes = {name: table if isinstance(table, Size) else Size.of(table) for name, table in tables.items()}
+    sizes = {name: Size.of(table) for name, table in tables.items()}
     fixed, use = fixed or {}, use or {}
     for what, named in (("fixed", fixed), ("use", use), ("ids", ids), ("popularity", popularity)):
         if isinstance(named, Mapping) and (unknown := [name for name in named if name not in sizes]):
             raise ValueError(f"{what} names {', '.join(map(repr, unknown))}; expected only {', '.join(sizes)}")
+    shapes = popularity if isinstance(popularity, Mapping) else dict.fromkeys(sizes, popularity)
+    counts = ids if isinstance(ids, Mapping) else dict.fromkeys(sizes, ids)
     expected = {
         name: use.get(name)
-        or _expected_use(size, _by_name(ids, name, _USUAL_IDS), _by_name(popularity, name, _USUAL_EXPONENT))
+        or _expected_use(name, size, counts.get(name, _USUAL_IDS), shapes.get(name, _USUAL_EXPONENT))
         for name, size in sizes.items()
     }
     share = 1.0
@@ -225,30 +229,34 @@ def _pack(plan: Plan, free: set[str], share: float) -> None:
         filled[1][rank] += by_load
 
 
-def _by_name(given: object, name: str, usual: float) -> object:
-    return cast(Mapping[str, object], given).get(name, usual) if isinstance(given, Mapping) else given
-
-
-def _expected_use(size: Size, ids: object, popularity: object) -> Use:
+def _expected_use(name: str, size: Size, ids: float, popularity: float | Tensor) -> Use:
     """How many of a rank's ids are distinct: each row is missed with probability (1 - p)^ids."""
-    count = float(cast(float, ids))
-    if count < 0 or not size.rows:
-        return Use(max(0.0, count), 0.0)
+    if not ids >= 0:
+        raise ValueError(f"ids is {ids} for {name!r}; expected 0 or more")
     if isinstance(popularity, Tensor):
         if popularity.shape != (size.rows,):
             raise ValueError(
                 f"the popularity has shape {tuple(popularity.shape)}; expected ({size.rows},), one per row"
             )
-        weights, rows = popularity.double(), torch.ones(size.rows, dtype=torch.float64)
+        weights, rows = popularity.double().cpu(), torch.ones(size.rows, dtype=torch.float64)
+        if not bool((weights >= 0).all()):
+            raise ValueError(
+                f"the popularity of {name!r} has negative numbers or NaN; expected counts, none of them negative"
+            )
     else:
-        weights, rows = _zipf(size.rows, float(cast(float, popularity)))
-    chances = weights / (weights * rows).sum()
-    distinct = (rows * -torch.expm1(count * torch.log1p(-chances.clamp(max=1 - 1e-15)))).sum()
-    return Use(count, min(float(distinct), count))
+        weights, rows = _zipf(size.rows, float(popularity))
+    total = float((weights * rows).sum())
+    if not total:
+        return Use(ids, 0.0)
+    chances = (weights / total).clamp(max=1 - 1e-15)
+    distinct = float((rows * -torch.expm1(ids * torch.log1p(-chances))).sum())
+    return Use(ids, min(distinct, ids))
 
 
 def _zipf(rows: int, exponent: float) -> tuple[Tensor, Tensor]:
     """Weights of a Zipf distribution, and how many rows have each: the first thousand one by one, the rest in bins."""
+    if not rows:
+        return torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64)
     head = min(rows, 1000)
     edges = torch.logspace(math.log10(head + 1), math.log10(rows + 1), 2000, dtype=torch.float64)
     edges = torch.unique(edges.round())

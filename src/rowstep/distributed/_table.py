@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -178,6 +179,14 @@ class ShardedTable(nn.Module):
         """Take the name that a collection, or a model, has for the table, unless it has one."""
         if name and not self._name:
             self._name, self._desk = name, None
+
+    @contextlib.contextmanager
+    def named_in_errors(self) -> Iterator[None]:
+        """Say of which of several tables an error is."""
+        try:
+            yield
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            raise type(error)(f"{self.label}: {error}") from error
 
     @property
     def described(self) -> str:
