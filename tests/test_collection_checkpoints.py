@@ -69,8 +69,9 @@ def train(tables: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
 
 
 def contents(tables: Any) -> dict[str, Tensor]:
+    """Whole tables. All ranks call this together."""
     return {
-        name: tables[name].weight.detach().clone() if isinstance(tables, nn.ModuleDict) else tables[name].full_weight()
+        name: getattr(tables[name], "full_weight", tables[name].weight.detach().clone)()  # of a plain one
         for name in NAMES
     }
 
