@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from benchmarks import contenders, deferred
-from benchmarks.cases import ZIPF
+from benchmarks.cases import MANY, ZIPF
 from benchmarks.command import main
 from benchmarks.deferred import accuracy, measures
 from benchmarks.deferred.sizes import FULL
-from benchmarks.distributed import stopwatch, timings, training
+from benchmarks.distributed import many, stopwatch, timings, training, whole
 from benchmarks.distributed.agreement import TOLERANCES
 from benchmarks.sparse import child, field, fresh
 from benchmarks.timing import Measurement, Timing
@@ -192,15 +192,25 @@ def test_quick_distributed_bench_writes_all_measurements(
         "the busiest of 8",
         "the same bits",
         "One torch thread per rank",
+        "tables together",
+        "Messages of a step",
+        "Plans, simulated",
+        "Lookup of many tables",
+        "One training step of many tables",
     ):
         assert part in shown
     assert set(multiprocessing.active_children()) == before
 
     document = json.loads((tmp_path / "distributed.json").read_text())
     ways = {training.SHARDED, training.DEFERRED, training.TORCH_DDP, training.OUR_DDP}
-    measured = {part["name"]: set(part["seconds"]) for part in document["measurements"]}
-    assert measured == {"zipf-20k-1": ways, "zipf-20k-2": ways}
-    for found in document["agreement"]:
+    measured = {(part["kind"], part["name"]): set(part["seconds"]) for part in document["measurements"]}
+    assert measured == {
+        ("step", "zipf-20k-1"): ways,
+        ("step", "zipf-20k-2"): ways,
+        **{(phase, "3-tables-2"): set(many.WAYS) for phase in many.PHASES},
+        ("whole step", "3-tables-2"): set(whole.WAYS),
+    }
+    for found in document["agreement"] + document["together"]:
         assert max(found["differences"].values()) <= TOLERANCES[found["dtype"]]
     (cost,) = document["costs"]
     assert max(cost["memory"].values()) == pytest.approx(0.5, rel=1e-3)
@@ -210,6 +220,10 @@ def test_quick_distributed_bench_writes_all_measurements(
     for found in document["breakdown_ms"]:
         timed = {stage for stage, time in found["stages"].items() if time > 0}
         assert timed == set(stopwatch.STAGES) - (set(stopwatch.SWAPS.values()) if found["ranks"] == 1 else set())
+    assert [(found["tables"], found["collectives"]) for found in document["messages"]] == [(1, 6), (5, 6)]
+    for found in document["plans"]:
+        assert found["bytes"] == pytest.approx(found["expected_bytes"])
+        assert found["load"] == pytest.approx(found["expected_load"], rel=0.1)
 
 
 def test_distributed_bars_are_listed_for_what_was_measured(tmp_path: Path) -> None:
@@ -226,6 +240,15 @@ def test_distributed_bench_refuses_to_time_results_that_differ() -> None:
 
     with pytest.raises(contenders.DisagreementError, match="differ from those of 'torch DDP"):
         timings.steps(cast(Ranks, Answers()), 2, ZIPF, 1, 1)
+
+
+def test_distributed_bench_refuses_to_time_tables_whose_rows_differ() -> None:
+    class Answers:
+        def run(self, *_: Any) -> list[Any]:
+            return [many.OnRank(off, {}, 0.0) for off in ({}, {many.APART: 1.0})]
+
+    with pytest.raises(contenders.DisagreementError, match="rows of 'tables apart' differ"):
+        many.lookups(cast(Ranks, Answers()), 2, MANY, 1)
 
 
 def test_distributed_bench_takes_no_threads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

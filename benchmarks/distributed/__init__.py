@@ -1,4 +1,4 @@
-"""The suite `distributed`: tables divided among ranks, against one process and against replicated tables."""
+"""The suite `distributed`: tables on several ranks, one or many, against one process and against replicated tables."""
 
 from __future__ import annotations
 
@@ -8,8 +8,20 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.bars import Bar
-from benchmarks.distributed import agreement, bars, checkpoints, costs, report, timings
-from benchmarks.distributed.sizes import BALANCED_RANKS, FULL, QUICK, Sizes
+from benchmarks.distributed import (
+    agreement,
+    bars,
+    checkpoints,
+    costs,
+    many,
+    messages,
+    plans,
+    report,
+    timings,
+    together,
+    whole,
+)
+from benchmarks.distributed.sizes import BALANCED_RANKS, FULL, QUICK, WHOLE_STEP_RANKS, Sizes
 from benchmarks.suite import Part, Suite
 from ranks import Ranks
 
@@ -33,6 +45,9 @@ class DistributedSuite(Suite):
         self.costs: list[costs.Cost] = []
         self.resharding: list[checkpoints.Resharding] = []
         self.breakdowns: list[timings.Breakdown] = []
+        self.together: list[agreement.Agreement] = []
+        self.messages: list[messages.Messages] = []
+        self.plans: list[plans.Planned] = []
 
     @property
     def sizes(self) -> Sizes:
@@ -45,6 +60,12 @@ class DistributedSuite(Suite):
         yield Part("balance", self._balance)
         for count in self.sizes.timed_counts:
             yield Part(f"ranks-{count}", functools.partial(self._time, count))
+        yield Part("together", self._agree_together)
+        yield Part("messages", self._count_messages)
+        yield Part("plans", self._plan)
+        for count in self.sizes.tables_counts:
+            yield Part(f"tables-{count}", functools.partial(self._time_lookups, count))
+        yield Part(f"whole-step-{WHOLE_STEP_RANKS}", self._time_whole_step)
 
     def _agree(self) -> None:
         sizes = self.sizes
@@ -67,12 +88,34 @@ class DistributedSuite(Suite):
         self.measurements.append(measured)
         self.breakdowns += stages
 
+    def _agree_together(self) -> None:
+        self.together += together.compare(self.ranks, self.sizes.counts, self.sizes.together_steps)
+
+    def _count_messages(self) -> None:
+        sizes = self.sizes
+        self.messages += messages.count(self.ranks, sizes.messages_counts, sizes.messages_tables, sizes.messages_steps)
+
+    def _plan(self) -> None:
+        sizes = self.sizes
+        self.plans += plans.simulate(sizes.planned_counts, sizes.planned_tables, sizes.planned_steps)
+
+    def _time_lookups(self, count: int) -> None:
+        self.measurements += many.lookups(self.ranks, count, self.sizes.tables, self.repeats)
+
+    def _time_whole_step(self) -> None:
+        self.measurements.append(whole.steps(self.ranks, WHOLE_STEP_RANKS, self.sizes.tables, self.repeats))
+
     def bars(self) -> Iterator[Bar]:
         yield from bars.agreeing(self.agreements)
         yield from bars.costs(self.costs)
         yield from bars.resharded(self.resharding)
         if self.balance:
             yield from bars.balanced(self.balance)
+        yield from bars.agreeing(self.together)
+        yield from bars.messages(self.messages)
+        yield from bars.planned(self.plans)
+        for measured in self.measurements:
+            yield from bars.timed(measured)
 
     def show(self, console: Console) -> None:
         if self.agreements:
@@ -83,9 +126,22 @@ class DistributedSuite(Suite):
             console.print(report.balance(self.balance))
         for resharded in self.resharding:
             console.print(report.resharding(resharded))
-        if self.measurements:
-            console.print(report.steps(self.measurements), report.ONE_THREAD, sep="\n")
+        if self.breakdowns:
+            console.print(report.steps(self.of_kind("step")), report.ONE_THREAD, sep="\n")
             console.print(report.breakdowns(self.breakdowns))
+        self._show_many(console)
+
+    def _show_many(self, console: Console) -> None:
+        if self.together:
+            console.print(report.agreements(self.together, "optimizer, plan"))
+        if self.messages:
+            console.print(report.messages(self.messages))
+        if self.plans:
+            console.print(report.plans(self.plans))
+        if lookups := self.of_kind(*many.PHASES):
+            console.print(report.lookups(lookups), report.OWN_BATCHES, sep="\n")
+        if steps := self.of_kind("whole step"):
+            console.print(report.whole_steps(steps), report.OWN_BATCHES, sep="\n")
 
     def draw(self, figure: Figure) -> bool:
         return False
@@ -97,6 +153,9 @@ class DistributedSuite(Suite):
             "balance": asdict(self.balance) if self.balance else None,
             "checkpoints": [asdict(found) for found in self.resharding],
             "breakdown_ms": [asdict(found) for found in self.breakdowns],
+            "together": [asdict(found) for found in self.together],
+            "messages": [asdict(found) for found in self.messages],
+            "plans": [asdict(found) for found in self.plans],
         }
 
     def close(self) -> None:

@@ -40,11 +40,11 @@ def compare(ranks: Ranks, counts: tuple[int, ...], case: Case, steps: int) -> It
         for dtype in TOLERANCES:
             differences = ranks.run(count, _differences, count, case, steps, dtype)
             # Not max(): it would pass over a NaN.
-            worst = {what: _largest([found[what] for found in differences]) for what in differences[0]}
+            worst = {what: largest([found[what] for found in differences]) for what in differences[0]}
             yield Agreement(about, count, dtype, worst)
 
 
-def _largest(numbers: list[float]) -> float:
+def largest(numbers: list[float]) -> float:
     return math.inf if any(map(math.isnan, numbers)) else max(numbers)
 
 

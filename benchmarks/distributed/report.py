@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from benchmarks import report
+from benchmarks.distributed import many, whole
 from benchmarks.distributed.agreement import Agreement
 from benchmarks.distributed.checkpoints import Resharding
 from benchmarks.distributed.costs import Balance, Cost
+from benchmarks.distributed.messages import Messages
+from benchmarks.distributed.plans import Planned
 from benchmarks.distributed.sizes import BALANCED_RANKS
 from benchmarks.distributed.timings import WAYS, Breakdown
 from benchmarks.distributed.training import OUR_DDP, SHARDED, TORCH_DDP
@@ -19,10 +22,17 @@ if TYPE_CHECKING:
 
 RATIOS = {"torch DDP/\nsharded": (TORCH_DDP, SHARDED), "torch DDP/\nrowstep ddp": (TORCH_DDP, OUR_DDP)}
 ONE_THREAD = "One torch thread per rank, all ranks on this machine. The batch is divided among them."
+LOOKUP_RATIOS = {
+    "collection/\none table": (many.PLANNED, many.ONE),
+    "divided/\none table": (many.DIVIDED, many.ONE),
+    "apart/\ncollection": (many.APART, many.PLANNED),
+}
+WHOLE_RATIOS = {"torch DDP/\ncollection": (TORCH_DDP, whole.TOGETHER)}
+OWN_BATCHES = "One torch thread per rank, all ranks on this machine. Ids are those of one rank."
 
 
-def agreements(found: Sequence[Agreement]) -> Table:
-    headings = ["optimizer, table", *(f"{one.ranks} ranks\n{one.dtype}" for one in found)]
+def agreements(found: Sequence[Agreement], what_differs: str = "optimizer, table") -> Table:
+    headings = [what_differs, *(f"{one.ranks} ranks\n{one.dtype}" for one in found)]
     table = report.table_of_numbers(headings, title=f"Largest difference from one process: {found[0].about}")
     for what in found[0].differences:
         table.add_row(what, *(f"{one.differences[what]:.1e}" for one in found))
@@ -73,3 +83,34 @@ def breakdowns(found: Sequence[Breakdown]) -> Table:
 
 def _with_share(found: Breakdown, stage: str) -> str:
     return f"{found.stages[stage]:.2f} {found.stages[stage] / sum(found.stages.values()):4.0%}"
+
+
+def messages(found: Sequence[Messages]) -> Table:
+    headings = ["tables", "ranks", "collectives\nper step", "MB sent\nper step", "formula", "off"]
+    table = report.table_of_numbers(headings, title="Messages of a step of tables that are looked up together", words=0)
+    for one in found:
+        sizes = (f"{one.sent / 1e6:.3f}", f"{one.formula / 1e6:.3f}", f"{one.off:.2f}%")
+        table.add_row(str(one.tables), str(one.ranks), f"{one.collectives:g}", *sizes)
+    return table
+
+
+def plans(found: Sequence[Planned]) -> Table:
+    headings = ["model", "ranks", "on one\nrank", "divided", "every-\nwhere", "bytes", "traffic", "planned\nin s"]
+    table = report.table_of_numbers(
+        headings,
+        title="Plans, simulated: the fullest and the busiest rank over the mean",
+        caption="In brackets: what the plan expects.",
+    )
+    for one in found:
+        places = (str(one.places.get(place, 0)) for place in ("on one rank", "divided", "everywhere"))
+        reached = (f"{one.bytes:.3f} ({one.expected_bytes:.3f})", f"{one.load:.3f} ({one.expected_load:.3f})")
+        table.add_row(one.about, str(one.ranks), *places, *reached, f"{one.seconds:.2f}")
+    return table
+
+
+def lookups(measurements: Sequence[Measurement]) -> Table:
+    return report.times("Lookup of many tables", measurements, many.WAYS, LOOKUP_RATIOS)
+
+
+def whole_steps(measurements: Sequence[Measurement]) -> Table:
+    return report.times("One training step of many tables", measurements, whole.WAYS, WHOLE_RATIOS)

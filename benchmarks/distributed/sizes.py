@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.cases import ZIPF, Case
+from benchmarks.cases import MANY, ZIPF, Case
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,19 @@ class Sizes:
     timed: Case  # ids are those of all ranks together
     timed_batches: int
     timed_counts: tuple[int, ...]
+    tables: Case  # ids are those of one rank
+    tables_counts: tuple[int, ...]
+    together_steps: int
+    messages_counts: tuple[int, ...]
+    messages_tables: tuple[int, ...]
+    messages_steps: int
+    planned_counts: tuple[int, ...]  # only simulated
+    planned_tables: int
+    planned_steps: int
 
 
 BALANCED_RANKS = 8  # only simulated
+WHOLE_STEP_RANKS = 2
 
 FULL = Sizes(
     counts=(2, 3, 4),
@@ -39,6 +49,15 @@ FULL = Sizes(
     # DeferredAdam is warmed up for as many steps, so that rows have waited: the rarest comes every 220 steps.
     timed_batches=300,
     timed_counts=(1, 2),
+    tables=MANY,
+    tables_counts=(2, 4),
+    together_steps=50,
+    messages_counts=(2, 4),
+    messages_tables=(1, 26, 200),
+    messages_steps=3,
+    planned_counts=(8, 64),
+    planned_tables=800,
+    planned_steps=20,
 )
 QUICK = Sizes(
     counts=(2,),  # a worker takes four seconds to import torch
@@ -53,4 +72,13 @@ QUICK = Sizes(
     timed=Case("zipf-20k", 20_000, 16, 4_096, zipf=True),
     timed_batches=5,
     timed_counts=(1, 2),
+    tables=Case("3-tables", 1_000, 4, 64, tables=3),
+    tables_counts=(2,),
+    together_steps=5,
+    messages_counts=(2,),
+    messages_tables=(1, 5),
+    messages_steps=1,
+    planned_counts=(8,),
+    planned_tables=50,
+    planned_steps=1,
 )

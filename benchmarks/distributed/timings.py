@@ -6,7 +6,7 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -55,23 +55,25 @@ def steps(ranks: Ranks, count: int, case: Case, batches: int, repeats: int) -> t
     on_ranks: list[OnRank] = ranks.run(count, _on_rank, count, case, batches, repeats)
     about = f"{case.about}, {count} rank{'s' * (count > 1)}"
     for found in on_ranks:
-        _check(about, found)
-    timings = {
-        # A step has taken as long as it took the slowest rank.
-        way: Timing(tuple(map(max, zip(*(found.seconds[way] for found in on_ranks), strict=True))))
-        for way in WAYS
-    }
+        for way, differences in found.differences.items():
+            check(about, way, MODELS[way], differences)
+    timings = slowest([found.seconds for found in on_ranks])
     measured = Measurement("step", f"{case.name}-{count}", about, 1, timings, {}, on_ranks[0].others)
     return measured, [Breakdown(about, count, way, _mean_stages(on_ranks, way)) for way in (SHARDED, DEFERRED)]
 
 
-def _check(about: str, found: OnRank) -> None:
-    for way, (largest, mean) in found.differences.items():
-        if not (largest <= LARGEST_DIFFERENCE and mean <= LARGEST_MEAN_DIFFERENCE):
-            raise DisagreementError(
-                f"{about}: weights of {way!r} differ from those of {MODELS[way]!r} by up to {largest:.2e}, "
-                f"on average {mean:.2e}; their times cannot be compared"
-            )
+def check(about: str, way: str, model: str, difference: tuple[float, float]) -> None:
+    largest, mean = difference
+    if not (largest <= LARGEST_DIFFERENCE and mean <= LARGEST_MEAN_DIFFERENCE):
+        raise DisagreementError(
+            f"{about}: weights of {way!r} differ from those of {model!r} by up to {largest:.2e}, "
+            f"on average {mean:.2e}; their times cannot be compared"
+        )
+
+
+def slowest(on_ranks: Sequence[dict[str, list[float]]]) -> dict[str, Timing]:
+    """A turn has taken as long as it took the slowest rank."""
+    return {way: Timing(tuple(map(max, zip(*(found[way] for found in on_ranks), strict=True)))) for way in on_ranks[0]}
 
 
 def _mean_stages(on_ranks: list[OnRank], way: str) -> dict[str, float]:
@@ -85,8 +87,8 @@ def _on_rank(rank: int, ranks: int, case: Case, batches: int, repeats: int) -> O
     trainers = {way: _begin(way, case, pool) for way in WAYS}
     differences = _differences(trainers, _begin(DENSE_DDP, case, pool))
     _warm_up(trainers, batches)
-    with watch(_pids(rank, ranks)) as load, no_garbage_collection():
-        seconds = _take_turns(trainers, repeats)
+    with watch(other_pids(rank, ranks)) as load, no_garbage_collection():
+        seconds = take_turns(trainers, repeats)
     stages = {way: Stopwatch(trainers[way]).medians(repeats) for way in (SHARDED, DEFERRED)}
     return OnRank(differences, seconds, stages, load.others)
 
@@ -101,9 +103,14 @@ def _begin(way: str, case: Case, pool: list[Tensor]) -> Trainer:
 def _differences(trainers: dict[str, Trainer], dense: Trainer) -> dict[str, tuple[float, float]]:
     found = {}
     for way, model in MODELS.items():
-        difference = (trainers[way].weights() - (trainers | {DENSE_DDP: dense})[model].weights()).abs_()
-        found[way] = difference.max().item(), difference.mean().item()
+        found[way] = difference(trainers[way], (trainers | {DENSE_DDP: dense})[model])
     return found
+
+
+def difference(ours: Trainer, theirs: Trainer) -> tuple[float, float]:
+    """Of the weights: the largest, and the mean."""
+    found = (ours.weights() - theirs.weights()).abs_()
+    return found.max().item(), found.mean().item()
 
 
 def _warm_up(trainers: dict[str, Trainer], batches: int) -> None:
@@ -114,7 +121,7 @@ def _warm_up(trainers: dict[str, Trainer], batches: int) -> None:
         trainers[DEFERRED].step()
 
 
-def _take_turns(trainers: dict[str, Trainer], repeats: int) -> dict[str, list[float]]:
+def take_turns(trainers: Mapping[str, Trainer], repeats: int) -> dict[str, list[float]]:
     """All ranks go as many rounds: the time that has passed, which differs among them, must not decide."""
     seconds: dict[str, list[float]] = {way: [] for way in trainers}
     for _ in range(repeats):
@@ -126,7 +133,7 @@ def _take_turns(trainers: dict[str, Trainer], repeats: int) -> dict[str, list[fl
     return seconds
 
 
-def _pids(rank: int, ranks: int) -> Iterator[int]:
+def other_pids(rank: int, ranks: int) -> Iterator[int]:
     """Of the other ranks."""
     pids: list[int | None] = [None] * ranks
     dist.all_gather_object(pids, os.getpid())
