@@ -29,6 +29,7 @@ _ROWS_PER_RANK = 20  # that a divided table needs, so that no block is over 5% l
 _SHARE_FACTOR = 0.75
 _USUAL_IDS = 4096
 _USUAL_EXPONENT = 1.05
+_HEAD, _BINS = 256, 512
 _INDEX = 4  # bytes of a row number on its way
 
 
@@ -254,11 +255,15 @@ def _expected_use(name: str, size: Size, ids: float, popularity: float | Tensor)
 
 
 def _zipf(rows: int, exponent: float) -> tuple[Tensor, Tensor]:
-    """Weights of a Zipf distribution, and how many rows have each: the first thousand one by one, the rest in bins."""
+    """Weights of a Zipf distribution, and how many rows have each: the first ones one by one, the rest in bins.
+
+    Distinct ids are off by less than 0.01%. Of 2,048 numbers or more torch shares the work with other threads, and
+    waits for them: beside other work, a plan of 800 tables then took up to 8 s in the place of 0.7 s.
+    """
     if not rows:
         return torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64)
-    head = min(rows, 1000)
-    edges = torch.logspace(math.log10(head + 1), math.log10(rows + 1), 2000, dtype=torch.float64)
+    head = min(rows, _HEAD)
+    edges = torch.logspace(math.log10(head + 1), math.log10(rows + 1), _BINS, dtype=torch.float64)
     edges = torch.unique(edges.round())
     starts = torch.cat([torch.arange(1, head + 1, dtype=torch.float64), edges[:-1]])
     counts = torch.cat([torch.ones(head, dtype=torch.float64), edges.diff()])
