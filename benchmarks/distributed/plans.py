@@ -1,7 +1,8 @@
 """How even a plan turns out for models with many tables: simulated, for more ranks than a machine has.
 
-Every rank draws ids, and it is counted which rows each rank really holds and is really asked for. Ids are sorted by
-popularity, as those of a vocabulary are: nothing but the order of rows spreads the popular ones.
+Every rank draws ids, and it is counted which rows each rank really holds and is really asked for. The plan is told how
+many ids there are and how popular rows are, as one that was made from measured use. Ids are sorted by popularity, as
+those of a vocabulary are: nothing but the order of rows spreads the popular ones.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ CRITEO = (
 )
 CRITEO_WIDTH, CRITEO_IDS, CRITEO_EXPONENT = 16, 2_048, 1.05
 
-WIDTHS, MOST_ROWS, FEWEST_IDS, MOST_IDS, LARGEST_EXPONENT = (8, 16, 32, 64), 10**7, 16, 8_192, 1.2
+WIDTHS, LARGEST_EXPONENT = (8, 16, 32, 64), 1.2
+FEWEST_ROWS, MOST_ROWS, FEWEST_IDS, MOST_IDS = 10, 10**7, 16, 8_192
 INDEX = 4  # bytes of a row number on its way
 
 
@@ -65,7 +67,7 @@ def criteo() -> dict[str, Used]:
 def mixed(count: int) -> dict[str, Used]:
     rng = np.random.default_rng(0)
     drawn = zip(
-        np.geomspace(10, MOST_ROWS, count).astype(int).tolist(),
+        np.exp(rng.uniform(np.log(FEWEST_ROWS), np.log(MOST_ROWS), count)).astype(int).tolist(),
         rng.choice(WIDTHS, count).tolist(),
         np.exp(rng.uniform(np.log(FEWEST_IDS), np.log(MOST_IDS), count)).astype(int).tolist(),
         rng.uniform(0, LARGEST_EXPONENT, count).tolist(),
