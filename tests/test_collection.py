@@ -224,4 +224,5 @@ def count_messages(rank: int, tables_count: int) -> tuple[dict[str, int], dict[s
 @pytest.mark.parametrize("tables_count", [1, 2, 40])
 def test_there_are_six_collectives_for_any_number_of_tables(ranks: Ranks, tables_count: int) -> None:
     for collectives, _ in ranks.run(3, count_messages, tables_count):
-        assert collectives == {"headers": 2, "ids": 1, "votes": 1, "rows": 1, "gradients": 1}
+        assert collectives.pop("rows", 0) <= 1  # of tables that are everywhere, none are sent
+        assert collectives == {"headers": 2, "ids": 1, "votes": 1, "gradients": 1}

@@ -111,7 +111,10 @@ def test_blocks_hold_every_row_once_and_are_cut_as_torch_cuts(rows: int, ranks: 
 def test_positions_are_cut_between_their_owners(rows: int, ranks: int, data: st.DataObject) -> None:
     positions = sorted(data.draw(st.sets(st.integers(0, rows - 1))))
     blocks = Blocks(rows, ranks)
-    request = JointMap([Placement(rows, ranks)], ranks).ask(torch.tensor(positions, dtype=torch.int32))
+    joint = JointMap([Placement(rows, ranks)], ranks)
+    keys = joint.keys([torch.tensor(positions, dtype=torch.int64)])
+    assert keys.tolist() == sorted(keys.tolist())
+    request = joint.ask(keys)
     assert request.counts == [[sum(position in blocks.of(rank) for position in positions)] for rank in range(ranks)]
     assert request.numbers.tolist() == [
         position - blocks.of(rank).start
@@ -227,7 +230,13 @@ def traffic_of_a_step(rank: int, ranks: int, kind: str) -> dict[str, Any]:
 
 def traffic_with_long_indices(rank: int, ranks: int) -> dict[str, Any]:
     """As if a block had 2^31 rows or more."""
-    with mock.patch.object(Placement, "span", 2**31):
+    usual = JointMap.__init__
+
+    def with_long_numbers(self: JointMap, *args: Any) -> None:
+        usual(self, *args)
+        self._number_dtype = torch.int64
+
+    with mock.patch.object(JointMap, "__init__", with_long_numbers):
         return traffic_of_a_step(rank, ranks, "embedding")
 
 

@@ -28,7 +28,7 @@ from .._torch_internals import parameters_of_ddp, running_ddp
 from . import _exchange
 from ._dedupe import Deduped, dedupe
 from ._journey import Group, Journey, bring_rows
-from ._map import Counts, JointMap, Request
+from ._map import Counts, JointMap, Request, cut
 from ._placement import EVERYWHERE
 from ._plan import Use
 from ._topic import Topic, fingerprint, ledger_of
@@ -60,9 +60,12 @@ class Desk:
     """Where tables that share a group are looked up together: always the same ones, in the same order."""
 
     def __init__(self, tables: Sequence[ShardedTable], name: str) -> None:
-        kinds = [(table.has_bags, table.embedding_dim, str(table.weight.dtype)) for table in tables]
+        kinds = [
+            (table.placement.place == EVERYWHERE, table.has_bags, table.embedding_dim, str(table.weight.dtype))
+            for table in tables
+        ]
         self._order = sorted(range(len(tables)), key=kinds.__getitem__)
-        """In which tables of one kind follow each other."""
+        """In which tables of one kind follow each other, and those that are everywhere come last."""
         self._tables = [tables[number] for number in self._order]
         self._name, self._group = name, tables[0].group
         ranks = tables[0].ranks
@@ -97,13 +100,12 @@ class Desk:
         read = _exchange.agree(topic.then("vote", number), lambda: self._read(rows), self._group)
 
         # Rows: in the order of the numbers that were sent, which is that of the keys.
-        groups, lengths = self._groups(), [shape.numel() for shape in asked.shapes]
-        found = self._map.cut(asked.found, lengths, [group.tables for group in groups])
-        self._note_use(lengths, asked.request.counts)
-        received = bring_rows(
-            Journey(self._tables, groups, topic, number, asked.request.counts, counts, rows, found, lengths, has_grads),
-            read,
-        )
+        groups, lengths = self._groups(has_grads), [shape.numel() for shape in asked.shapes]
+        wanted_rows = asked.request.counts
+        found = self._cut(asked.found, groups, lengths, wanted_rows)
+        self._note_use(lengths, wanted_rows)
+        journey = Journey(self._tables, groups, topic, number, wanted_rows, counts, rows, found, lengths)
+        received = bring_rows(journey, read)
         if any(has_grads):
             ledger.expect_backward(number, self._name)
         return self._finish(asked, groups, found, received)
@@ -120,15 +122,25 @@ class Desk:
             self._topics[facts] = Topic(f"lookup of {self._name}", key, lambda: words)
         return self._topics[facts]
 
-    def _groups(self) -> list[Group]:
+    def _groups(self, has_grads: Sequence[bool]) -> list[Group]:
         groups: list[Group] = []
-        for number, table in enumerate(self._tables):
-            last = groups[-1] if groups else None
-            if last and last.for_each_id and not table.has_bags and last.kind == table.kind:
-                groups[-1] = last._replace(tables=range(last.tables.start, number + 1))
-            else:
-                groups.append(Group(range(number, number + 1), table.kind, not table.has_bags))
+        for number, (table, has_grad) in enumerate(zip(self._tables, has_grads, strict=True)):
+            is_everywhere = table.placement.place == EVERYWHERE
+            group = Group(range(number, number + 1), table.kind, table.has_bags, is_everywhere, has_grad)
+            if groups and not table.has_bags and groups[-1][1:] == group[1:]:
+                group = group._replace(tables=range(groups.pop().tables.start, number + 1))
+            groups.append(group)
         return groups
+
+    def _cut(
+        self, found: Deduped, groups: Sequence[Group], lengths: Sequence[int], wanted: Counts
+    ) -> Sequence[Deduped]:
+        """What each group has of the distinct rows: those that ranks hold, rank by rank, and then those of all."""
+        if len(groups) == 1:
+            return [found]
+        runs = [[0 if group.is_everywhere else group.count(each) for group in groups] for each in wanted]
+        runs.append([group.count(wanted[0]) if group.is_everywhere else 0 for group in groups])
+        return cut(found, [group.count(lengths) for group in groups], runs)
 
     def _ask(self, given: Sequence[Lookup | None]) -> Asked:
         refuse_torchs_ddp([table.weight for table in self._tables])
@@ -138,11 +150,8 @@ class Desk:
         for table, lookup in zip(self._tables, lookups, strict=True):
             with table.named_in_errors() if len(lookups) > 1 else contextlib.nullcontext():
                 ids.append(none if lookup is None else lookup.check())
-        keys = [
-            table.positions(each.reshape(-1)) + first
-            for table, each, first in zip(self._tables, ids, self._map.first_keys, strict=False)
-        ]
-        found = dedupe(torch.cat(keys).to(self._map.key_dtype))
+        positions = [table.positions(each.reshape(-1)) for table, each in zip(self._tables, ids, strict=True)]
+        found = dedupe(self._map.keys(positions))
         return Asked(lookups, [each.shape for each in ids], found, self._map.ask(found.numbers))
 
     @torch.no_grad()  # their gradient comes with the journey

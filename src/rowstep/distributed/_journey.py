@@ -4,8 +4,9 @@ A gradient arrives as what each rank has summed for each row that it asked for, 
 gradient of the owner's rows. A rank whose loss leaves a table out says so: its rows of that table then count as not
 looked up, and a table that all ranks leave out has no gradient, as in one process.
 
-Tables of ids whose rows are of one kind are a group. Their rows lie in one tensor, so that what is done for each id,
-there and back, is one call for all of them: 26 calls for small tables took as long as the messages.
+Tables whose rows are of one kind are a group. The rows that a rank gets of a group lie in one tensor, in the order of
+the messages, so that what is done for each id, there and back, is one call for all of the tables, and next to nothing
+has to be copied: 26 calls for small tables took as long as the messages.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from ._costs import LINE
 from ._dedupe import Deduped, sum_duplicates
 from ._map import Counts
 from ._parcels import Kind, as_bytes, joined, pack, unpack
-from ._placement import EVERYWHERE
 from ._topic import Topic, ledger_of
 
 if TYPE_CHECKING:
@@ -32,11 +32,17 @@ Arrived = tuple[Tensor, Tensor]
 
 
 class Group(NamedTuple):
-    """Tables whose rows are of one kind, and that hand them out for each id; or one table of bags, which does not."""
+    """Tables whose rows are of one kind and go the same ways; of bags, one table, whose rows are not handed out."""
 
     tables: range
     kind: Kind
-    for_each_id: bool
+    has_bags: bool
+    is_everywhere: bool
+    has_grad: bool
+
+    def count(self, counts: Sequence[int]) -> int:
+        """Of what is counted by table, what the group has."""
+        return sum(counts[self.tables.start : self.tables.stop])
 
 
 class Journey(NamedTuple):
@@ -44,6 +50,7 @@ class Journey(NamedTuple):
 
     tables: Sequence[ShardedTable]
     groups: Sequence[Group]
+    """Those that are everywhere are last."""
     topic: Topic
     number: int
     wanted: Counts
@@ -56,7 +63,6 @@ class Journey(NamedTuple):
     """Of each group, which distinct row each id has."""
     lengths: Sequence[int]
     """How many ids each table has."""
-    has_grads: Sequence[bool]
 
     @property
     def is_alone(self) -> bool:
@@ -67,21 +73,13 @@ class Journey(NamedTuple):
         """What gradients are divided by."""
         return self.tables[0].ranks if self.tables[0].gradient == "mean" else 1
 
-    def is_everywhere(self, number: int) -> bool:
-        return self.tables[number].placement.place == EVERYWHERE
+    def group_of(self, table: int) -> Group:
+        return next(group for group in self.groups if table in group.tables)
 
-    def swap(self, kind: str, topic: Topic, tables: Sequence[Tensor], counts: Counts, expected: Counts) -> Any:
-        """Send so many rows of these tables to each rank; return the bytes that arrive, by table and by rank."""
-        sizes = [group.kind.bytes for group in self.groups for _ in group.tables]
-        if len(tables) > len(sizes):
-            sizes = [1, *sizes]  # a line before the rows
-        sent, expected = (
-            [[count * size for count, size in zip(each, sizes, strict=True)] for each in way]
-            for way in (counts, expected)
-        )
-        message = pack([as_bytes(table) for table in tables], sent)
+    def swap(self, kind: str, topic: Topic, message: Tensor, sizes: Counts, expected: Counts) -> Tensor:
+        """Send so many bytes to each rank; return those that arrive."""
         group = self.tables[0].group
-        return unpack(_exchange.swap(kind, message, [*map(sum, sent)], [*map(sum, expected)], topic, group), expected)
+        return _exchange.swap(kind, message, [*map(sum, sizes)], [*map(sum, expected)], topic, group)
 
 
 def bring_rows(journey: Journey, read: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -98,14 +96,15 @@ class _Rows(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         received: list[Tensor] = []
         for group, rows, found in zip(journey.groups, _swap_rows(journey, read), journey.found, strict=True):
-            if group.for_each_id:
-                lengths = [journey.lengths[table] for table in group.tables]
+            if group.has_bags:
+                received.append(rows)
+            else:
+                lengths = list(journey.lengths[group.tables.start : group.tables.stop])
                 # Not views in the eyes of autograd, which would not let users write to them.
                 received += torch.unsafe_split_with_sizes(rows.index_select(0, found.places.reshape(-1)), lengths)
-            else:
-                received.append(rows)
-        frozen = [rows for rows, has_grad in zip(received, journey.has_grads, strict=True) if not has_grad]
-        ctx.mark_non_differentiable(*frozen)
+        ctx.mark_non_differentiable(
+            *(received[table] for group in journey.groups if not group.has_grad for table in group.tables)
+        )
         return tuple(received)
 
     @staticmethod
@@ -113,8 +112,10 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         journey: Journey = ctx.journey
         ledger_of(journey.tables[0].group).begin_backward(journey.number)
-        sums = [of_table for number in range(len(journey.groups)) for of_table in _sums(journey, number, grads)]
-        arrived = _swap_gradients(journey, sums, [grad is not None for grad in grads])
+        pairs = zip(journey.groups, journey.found, strict=True)
+        sums = [_sums(journey, group, found, grads) if group.has_grad else None for group, found in pairs]
+        used = [grad is not None for grad in grads]
+        arrived = _at_home(journey, sums, used) if journey.is_alone else _swap_gradients(journey, sums, used)
         gradients = (
             table.gradient_of(*found) if found is not None else None
             for table, found in zip(journey.tables, arrived, strict=True)
@@ -127,105 +128,108 @@ class _Rows(torch.autograd.Function):
 
 def _swap_rows(journey: Journey, read: Sequence[Tensor]) -> list[Tensor]:
     """The rows that this rank has asked for, by group."""
+    groups = [group for group in journey.groups if not group.is_everywhere and not journey.is_alone]
+    here = [
+        joined([_own(journey, table, read[table]) for table in group.tables]) for group in journey.groups[len(groups) :]
+    ]
+    if not groups:
+        return here
+    tables = range(groups[-1].tables.stop)
+    sizes = [
+        [count * journey.group_of(table).kind.bytes for table, count in zip(tables, each, strict=False)]
+        for each in journey.asked
+    ]
+    expected = [[group.count(each) * group.kind.bytes for group in groups] for each in journey.wanted]
+    message = pack([as_bytes(read[table]) for table in tables], sizes)
+    parts = unpack(journey.swap("rows", journey.topic, message, sizes, expected), expected)
+    counts = [sum(group.count(each) for each in journey.wanted) for group in groups]
+    return [g.kind.of(joined(part), count) for g, part, count in zip(groups, parts, counts, strict=True)] + here
+
+
+def _own(journey: Journey, table: int, read: Tensor) -> Tensor:
+    """Of a table that is everywhere, the rows that this rank has asked itself for."""
     if journey.is_alone:
-        return [joined([read[table] for table in group.tables]) for group in journey.groups]
-    given, taken = _without_copies(journey, journey.asked), _without_copies(journey, journey.wanted)
-    sent = [
-        torch.split(rows, [each[number] for each in journey.asked])[journey.tables[0].rank]
-        if journey.is_everywhere(number)
-        else rows
-        for number, rows in enumerate(read)
-    ]
-    parts = journey.swap("rows", journey.topic, sent, given, taken)
-    return [
-        group.kind.of(
-            joined([part for table in group.tables for part in parts[table]]),
-            sum(each[table] for each in taken for table in group.tables),
-        )
-        for group in journey.groups
-    ]
-
-
-def _without_copies(journey: Journey, counts: Counts) -> Counts:
-    """Of a table that is everywhere, only the rows that a rank has asked itself for."""
-    skipped = [journey.is_everywhere(number) for number in range(len(journey.tables))]
-    if not any(skipped):
-        return counts
-    return [
-        each
-        if rank == journey.tables[0].rank
-        else [0 if skip else count for count, skip in zip(each, skipped, strict=True)]
-        for rank, each in enumerate(counts)
-    ]
+        return read
+    own: Tensor = torch.split(read, [counts[table] for counts in journey.asked])[journey.tables[table].rank]
+    return own
 
 
 # And back
 
 
-def _sums(journey: Journey, number: int, grads: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """For each table of a group, the sum of the gradients of each distinct row; 0 where the loss leaves it out."""
-    group, found = journey.groups[number], journey.found[number]
-    own = [grads[table] for table in group.tables]
-    counts = [journey.lengths[table] for table in group.tables] if group.for_each_id else [len(found.numbers)]
+def _sums(journey: Journey, group: Group, found: Deduped, grads: Sequence[Tensor | None]) -> Tensor:
+    """The sum of the gradients of each distinct row of a group; 0 where the loss leaves a table out."""
+    counts = [len(found.numbers)] if group.has_bags else [journey.lengths[table] for table in group.tables]
     kind, device = group.kind, found.numbers.device
     values = joined(
         [
             torch.zeros(count, kind.width, dtype=kind.dtype, device=device) if grad is None else grad.contiguous()
-            for grad, count in zip(own, counts, strict=True)
+            for grad, count in zip((grads[table] for table in group.tables), counts, strict=True)
         ]
     )
-    sums = sum_duplicates(values, found) if group.for_each_id else values
-    if journey.divisor > 1:  # before it is sent: of many small tables, once instead of for each
-        sums = sums / journey.divisor
-    return torch.split(sums, [_distinct(journey, table) for table in group.tables])
+    if group.has_bags:
+        return values / journey.divisor if journey.divisor > 1 else values
+    sums = sum_duplicates(values, found)
+    return sums.div_(journey.divisor) if journey.divisor > 1 else sums
 
 
-def _distinct(journey: Journey, number: int) -> int:
-    """How many distinct rows of a table this rank has asked for."""
-    ranks = journey.wanted[:1] if journey.is_everywhere(number) else journey.wanted
-    return sum(counts[number] for counts in ranks)
+def _at_home(journey: Journey, sums: Sequence[Tensor | None], used: Sequence[bool]) -> list[Arrived | None]:
+    """What one rank has of each table for itself."""
+    arrived: list[Arrived | None] = []
+    for group, of_group in zip(journey.groups, sums, strict=True):
+        counts = [journey.wanted[0][table] for table in group.tables]
+        parts = [None] * len(counts) if of_group is None else torch.split(of_group, counts)
+        for table, part in zip(group.tables, parts, strict=True):
+            arrived.append((journey.rows[table], part) if part is not None and used[table] else None)
+    return arrived
 
 
-def _swap_gradients(journey: Journey, sums: Sequence[Tensor], used: list[bool]) -> list[Arrived | None]:
+def _swap_gradients(journey: Journey, sums: Sequence[Tensor | None], used: list[bool]) -> list[Arrived | None]:
     """Of each table, the rows here that have a gradient, and their gradients."""
-    if journey.is_alone:
-        arrived = zip(journey.rows, sums, strict=True)
-        return [each if is_used else None for each, is_used in zip(arrived, used, strict=True)]
-    ranks = len(journey.wanted)
     topic = journey.topic.then("backward pass", journey.number)
-    _exchange.meet(topic, [0] * ranks, journey.tables[0].group)
-    sent = [
-        grads[:0] if not has_grad else grads.repeat(ranks, 1) if journey.is_everywhere(number) else grads
-        for number, (grads, has_grad) in enumerate(zip(sums, journey.has_grads, strict=True))
-    ]
-    given, expected = (
-        [[count * has_grad for count, has_grad in zip(each, journey.has_grads, strict=True)] for each in way]
-        for way in (journey.wanted, journey.asked)
-    )
-    if len(sent) == 1:  # there is no backward pass without its gradient
-        (parts,) = journey.swap("gradients", topic, sent, given, expected)
-        return [_arrived(journey, 0, parts, None)]
-
-    # A line before the rows: which tables the loss depends on.
+    # Most losses depend on all tables. If one does not, a line in front of the rows says on which it does.
     line = bytes(used) + bytes(-len(used) % LINE)
-    lines = torch.frombuffer(bytearray(line * ranks), dtype=torch.uint8).to(sums[0].device)
-    given, expected = ([[len(line), *each] for each in way] for way in (given, expected))
-    of_lines, *of_tables = journey.swap("gradients", topic, [lines, *sent], given, expected)
-    uses = [of_rank.tolist() for of_rank in of_lines]
-    return [_arrived(journey, number, parts, [use[number] for use in uses]) for number, parts in enumerate(of_tables)]
+    uses_all = all(used[table] for group in journey.groups if group.has_grad for table in group.tables)
+    told = [0 if uses_all else len(line)] * len(journey.wanted)
+    lines = _exchange.meet(topic, told, journey.tables[0].group)
+
+    with_grad = [
+        (group, of_group) for group, of_group in zip(journey.groups, sums, strict=True) if of_group is not None
+    ]
+    sizes = [[group.count(each) * group.kind.bytes for group, _ in with_grad] for each in journey.wanted]
+    parts = [_for_ranks(group, as_bytes(of_group), len(sizes)) for group, of_group in with_grad]
+    if not uses_all:
+        sizes = [[len(line), *each] for each in sizes]
+        parts = [torch.frombuffer(bytearray(line * len(sizes)), dtype=torch.uint8).to(parts[0].device), *parts]
+    of_tables = [(table, group.kind.bytes) for group, _ in with_grad for table in group.tables]
+    expected = [
+        [length, *(each[table] * size for table, size in of_tables)]
+        for length, each in zip(lines, journey.asked, strict=True)
+    ]
+    arrived = journey.swap("gradients", topic, pack(parts, sizes), sizes, expected)
+    if len(journey.tables) == 1:
+        return [_arrived(journey, 0, [arrived], None)]
+    of_lines, *by_table = unpack(arrived, expected)
+    uses = [of_rank.tolist() or [True] * len(used) for of_rank in of_lines]
+    found: list[Arrived | None] = [None] * len(used)
+    for (table, _), of_table in zip(of_tables, by_table, strict=True):
+        found[table] = _arrived(journey, table, of_table, [use[table] for use in uses])
+    return found
+
+
+def _for_ranks(group: Group, sums: Tensor, ranks: int) -> Tensor:
+    return sums.repeat(ranks) if group.is_everywhere else sums
 
 
 def _arrived(journey: Journey, number: int, parts: list[Tensor], uses: list[bool] | None) -> Arrived | None:
     """What has arrived for a table, of ranks whose loss depends on it."""
-    rows = journey.rows[number]
-    if not journey.tables[number].is_here:
+    if not journey.tables[number].is_here or (uses is not None and not any(uses)):
         return None
+    rows = journey.rows[number]
     if uses is not None and not all(uses):
-        if not any(uses):
-            return None
         of_ranks = torch.split(rows, [counts[number] for counts in journey.asked])
         rows = joined([part for part, is_used in zip(of_ranks, uses, strict=True) if is_used])
         parts = [part for part, is_used in zip(parts, uses, strict=True) if is_used]
-    kind = next(group.kind for group in journey.groups if number in group.tables)
     message = joined(parts)
-    return rows, kind.of(message if message.storage_offset() == 0 else message.clone(), len(rows))
+    aligned = message if message.storage_offset() == 0 else message.clone()
+    return rows, journey.group_of(number).kind.of(aligned, len(rows))

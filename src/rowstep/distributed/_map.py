@@ -1,10 +1,10 @@
 """Several tables as one: where each row of each of them is, in one count over all.
 
-    key      of a row: the tables' positions, one table after the other. Distinct keys in order are distinct rows, table
-             by table, block by block
     number   of a row on a rank that holds it: room for every table's block, one table after the other
+    key      of a row: the rank that holds it, and its number there. What every rank holds comes last
 
-Both are found for all tables at once, so a lookup in many small tables sorts once, and sends once.
+Distinct keys in order are rows in the order in which they are asked for, sent, and summed: rank by rank, and table by
+table. Both are found for all tables at once, so a lookup in many small tables sorts once, and sends once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ._dedupe import Deduped
-from ._placement import Placement
+from ._placement import DIVIDED, EVERYWHERE, Placement
 
 Counts = list[list[int]]
 """Of rows: by rank, then by table."""
@@ -34,40 +34,50 @@ class Request(NamedTuple):
 
 
 class JointMap:
-    """Where the rows of these tables are."""
+    """Where the rows of these tables are. Those that are everywhere have to come last."""
 
     def __init__(self, placements: Sequence[Placement], ranks: int) -> None:
-        self.tables, self.ranks = len(placements), ranks
-        self.first_keys = list(itertools.accumulate((placement.rows for placement in placements), initial=0))
+        self.ranks, self.tables = ranks, len(placements)
+        self._placed = sum(placement.place != EVERYWHERE for placement in placements)
+        """How many tables are not everywhere."""
         self._starts = list(itertools.accumulate((placement.span for placement in placements), initial=0))
-        self.key_dtype = torch.int32 if self.first_keys[-1] < 2**31 else torch.int64  # sorts 1.4x faster
-        self.number_dtype = torch.int32 if self._starts[-1] < 2**31 else torch.int64
-        blocks = [
-            (table, self.first_keys[table] + first, holders)
-            for table, placement in enumerate(placements)
-            for first, holders in placement.blocks()
+        room = self._starts[self._placed]
+        """For the tables that are not everywhere, on each rank."""
+        last = ranks * room + self._starts[-1] - room
+        self._key_dtype = torch.int32 if last < 2**31 else torch.int64  # sorts 1.4x faster
+        self._number_dtype = torch.int32 if self._starts[-1] < 2**31 else torch.int64
+        # A key is position + position // block * (room - block) + offset: of a table on one rank there is one block.
+        self._blocks = [placement.span for placement in placements]
+        self._offsets = [
+            start + (ranks - 1) * room * (place == EVERYWHERE) + (place * room if isinstance(place, int) else 0)
+            for start, place in zip(self._starts, (placement.place for placement in placements), strict=False)
         ]
-        self._first_keys_of_blocks = torch.tensor([first for _, first, _ in blocks], dtype=self.key_dtype)
-        self._shifts = [first - self._starts[table] for table, first, _ in blocks]
-        self._held: list[list[tuple[int, int]]] = [
-            [(table, block) for block, (table, _, holders) in enumerate(blocks) if rank in holders]
-            for rank in range(ranks)
-        ]
-        """By rank: the blocks that it holds, each with its table."""
-        self._is_in_order = [block for held in self._held for _, block in held] == [*range(len(blocks))]
+        self._is_divided = any(placement.place == DIVIDED for placement in placements)
+        self._room = room
+        firsts = [rank * room + start for rank in range(ranks) for start in self._starts[: self._placed]]
+        firsts += [(ranks - 1) * room + start for start in self._starts[self._placed : -1]]
+        self._first_keys = torch.tensor(firsts, dtype=self._key_dtype)
+
+    def keys(self, positions: Sequence[Tensor]) -> Tensor:
+        """Of rows by their positions in each table."""
+        joint, lengths = torch.cat(list(positions)), [len(each) for each in positions]
+        keys = joint + _repeated(self._offsets, lengths, joint)
+        if self._is_divided and self.ranks > 1:
+            blocks = _repeated(self._blocks, lengths, joint)
+            keys += (joint // blocks) * (self._room - blocks)
+        return keys.to(self._key_dtype)
 
     def ask(self, keys: Tensor) -> Request:
         """For the rows of these keys, which are distinct and ascending: which numbers to send to which rank."""
-        firsts = self._first_keys_of_blocks.to(keys.device)
-        sizes = _between(torch.searchsorted(keys, firsts).tolist(), len(keys))
-        counts = [[0] * self.tables for _ in range(self.ranks)]
-        for rank, held in enumerate(self._held):
-            for table, block in held:
-                counts[rank][table] = sizes[block]
-        numbers = (keys - _repeated(self._shifts, sizes, keys)).to(self.number_dtype)
-        if not self._is_in_order:
-            blocks = torch.split(numbers, sizes)
-            numbers = torch.cat([blocks[block] for held in self._held for _, block in held])
+        sizes = _between(torch.searchsorted(keys, self._first_keys.to(keys.device)).tolist(), len(keys))
+        everywhere = sizes[self.ranks * self._placed :]
+        counts = [[*sizes[rank * self._placed : (rank + 1) * self._placed], *everywhere] for rank in range(self.ranks)]
+        of_ranks = [sum(each[: self._placed]) for each in counts]
+        shifts = [*(rank * self._room for rank in range(self.ranks)), (self.ranks - 1) * self._room]
+        numbers = (keys - _repeated(shifts, [*of_ranks, sum(everywhere)], keys)).to(self._number_dtype)
+        if everywhere and self.ranks > 1:
+            *parts, for_all = torch.split(numbers, [*of_ranks, sum(everywhere)])
+            numbers = torch.cat([each for part in parts for each in (part, for_all)])
         return Request(numbers, counts)
 
     def asked(self, numbers: Tensor, lengths: list[int]) -> tuple[list[Tensor], Counts]:
@@ -85,27 +95,39 @@ class JointMap:
         by_table = torch.cat([part for table in range(self.tables) for part in parts[table :: self.tables]])
         return list(torch.split(by_table, [sum(each) for each in zip(*counts, strict=True)])), counts
 
-    def cut(self, found: Deduped, lengths: Sequence[int], groups: Sequence[range]) -> list[Deduped]:
-        """Of distinct keys, and of so many ids of each table that had them: what each group of tables has of both."""
-        if len(groups) == 1:
-            return [found]
-        firsts = torch.tensor([self.first_keys[group.start] for group in groups], device=found.numbers.device)
-        sizes = _between(torch.searchsorted(found.numbers, firsts.to(found.numbers.dtype)).tolist(), len(found.numbers))
-        ids = [sum(lengths[group.start : group.stop]) for group in groups]
-        ids_before, keys_before = ([0, *itertools.accumulate(each[:-1])] for each in (ids, sizes))
-        shifted = (
-            (found.numbers, sizes),
-            (found.places.view(-1) - _repeated(keys_before, ids, found.places), ids),
-            (found.occurrences - _repeated(ids_before, ids, found.occurrences), ids),
-            (found.starts - _repeated(ids_before, sizes, found.starts), sizes),
+
+def cut(found: Deduped, ids: Sequence[int], sizes: Sequence[Sequence[int]]) -> list[Deduped]:
+    """What each of several groups of tables has of distinct rows.
+
+    A group has so many ids, one group after the other, and so many rows in each run of ``sizes`` (a rank's, or
+    everybody's): runs follow each other, and groups in a run.
+    """
+    groups, runs = len(ids), [size for run in sizes for size in run]
+    before = list(itertools.accumulate(runs, initial=0))
+    within = [sum(run[group] for run in sizes[:number]) for number in range(len(sizes)) for group in range(groups)]
+    shifts = [first - own for first, own in zip(before, within, strict=False)]
+    device = found.numbers.device
+    local = torch.arange(len(found.numbers), device=device) - _repeated(shifts, runs, found.occurrences)
+    places = torch.split(local[found.places.view(-1)], list(ids))
+    ends = torch.cat([found.starts, torch.tensor([len(found.occurrences)], device=device)])
+    occurring = torch.split(found.occurrences, _between(ends[before[:-1]].tolist(), len(found.occurrences)))
+    numbers, counts = torch.split(found.numbers, runs), torch.split(ends.diff(), runs)
+    parts = []
+    for group, ids_before in enumerate(itertools.accumulate(ids[:-1], initial=0)):
+        repeats = torch.cat(counts[group::groups])
+        occurrences = torch.cat(occurring[group::groups]) - ids_before
+        parts.append(
+            Deduped(torch.cat(numbers[group::groups]), places[group], occurrences, repeats.cumsum(0) - repeats)
         )
-        return [Deduped(*of_group) for of_group in zip(*(torch.split(*each) for each in shifted), strict=True)]
+    return parts
 
 
 def _between(starts: list[int], end: int) -> list[int]:
     return [after - before for before, after in itertools.pairwise([*starts, end])]
 
 
-def _repeated(values: list[int], counts: list[int], like: Tensor) -> Tensor:
+def _repeated(values: list[int], counts: Sequence[int], like: Tensor) -> Tensor:
     """Each value so many times. By NumPy: 20 us for 53,248 numbers, of which torch's repeat_interleave takes 140."""
+    if len(values) == 1:
+        return torch.tensor(values, dtype=like.dtype, device=like.device)
     return torch.from_numpy(np.repeat(np.array(values), counts)).to(like)
