@@ -5,9 +5,6 @@ from __future__ import annotations
 MEETINGS = 3 * 16
 """Bytes for each other rank: the headers of both passes, and the vote."""
 
-LINE = 8
-"""Of a backward pass of several tables, a line says which of them the loss depends on: a byte each, in such units."""
-
 
 def bytes_per_step(ids: int, distinct: float, width: int, ranks: int, *, element: int = 4, index: int = 4) -> float:
     """Bytes that one rank sends to others for one lookup and its gradient.

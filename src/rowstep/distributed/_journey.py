@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from . import _exchange
-from ._costs import LINE
 from ._dedupe import Deduped, sum_duplicates
 from ._map import Counts
 from ._parcels import Kind, as_bytes, joined, pack, unpack
@@ -26,6 +25,8 @@ from ._topic import Topic, ledger_of
 
 if TYPE_CHECKING:
     from ._table import ShardedTable
+
+_ALIGNED = 8  # bytes
 
 Arrived = tuple[Tensor, Tensor]
 """Rows of a table here, and their gradients."""
@@ -188,7 +189,7 @@ def _swap_gradients(journey: Journey, sums: Sequence[Tensor | None], used: list[
     """Of each table, the rows here that have a gradient, and their gradients."""
     topic = journey.topic.then("backward pass", journey.number)
     # Most losses depend on all tables. If one does not, a line in front of the rows says on which it does.
-    line = bytes(used) + bytes(-len(used) % LINE)
+    line = bytes(used) + bytes(-len(used) % _ALIGNED)
     uses_all = all(used[table] for group in journey.groups if group.has_grad for table in group.tables)
     told = [0 if uses_all else len(line)] * len(journey.wanted)
     lines = _exchange.meet(topic, told, journey.tables[0].group)

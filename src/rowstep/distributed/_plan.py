@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ._costs import LINE, MEETINGS
+from ._costs import MEETINGS
 from ._placement import DIVIDED, EVERYWHERE, Place, Placement
 
 BALANCED = 1.08
@@ -134,8 +134,7 @@ class Plan(MutableMapping[str, Place]):
                 used += others * self.use[name].distinct * (_INDEX + width * element)
             else:
                 used += others / self.ranks * self.use[name].distinct * (_INDEX + 2 * width * element)
-        line = -(-len(self) // LINE) * LINE if len(self) > 1 else 0
-        return used + others * (MEETINGS + line)
+        return used + others * MEETINGS
 
     def balance(self) -> Balance:
         """How evenly ranks are loaded, as far as can be expected."""
