@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import rowstep
@@ -83,13 +84,13 @@ STEPS = 30
 
 
 def train_together(rank: int, plan: str, optimizer_name: str) -> dict[str, Tensor]:
-    ranks = torch.distributed.get_world_size()
+    ranks = dist.get_world_size()
     tables = ShardedEmbeddingCollection(plain_tables(), plan=plan_of(plan, ranks))
     optimizer = make_optimizer(optimizer_name, tables)
     for step in range(STEPS):
         optimizer.zero_grad()
         loss_of(tables(ids_of(step, rank))).backward()  # type: ignore[no-untyped-call]
-        rowstep.clip_grad_norm_(tables.parameters(), 50.0)
+        rowstep.clip_grad_norm_(tables.parameters(), 1.0)
         optimizer.step()
     return {name: tables[name].full_weight() for name in tables}
 
@@ -102,7 +103,7 @@ def train_alone(ranks: int, optimizer_name: str) -> dict[str, Tensor]:
         optimizer.zero_grad()
         for rank in range(ranks):
             (loss_of(read_plainly(tables, ids_of(step, rank))) / ranks).backward()  # type: ignore[no-untyped-call]
-        rowstep.clip_grad_norm_(model.parameters(), 50.0)
+        rowstep.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     return {name: table.weight.detach().clone() for name, table in tables.items()}
 
@@ -133,7 +134,7 @@ def test_a_process_on_its_own_needs_no_ranks() -> None:
     for step in range(STEPS):
         optimizer.zero_grad()
         loss_of(tables(ids_of(step, 0))).backward()  # type: ignore[no-untyped-call]
-        rowstep.clip_grad_norm_(tables.parameters(), 50.0)
+        rowstep.clip_grad_norm_(tables.parameters(), 1.0)
         optimizer.step()
     for name, weight in train_alone(1, "DeferredAdamW").items():
         torch.testing.assert_close(tables[name].full_weight(), weight, rtol=0, atol=1e-12)
@@ -206,10 +207,50 @@ def test_a_table_that_a_rank_leaves_out_of_its_loss_is_not_touched_by_that_rank(
         assert way == 1 or sum(counts["item"]) == 1
 
 
+# Gradients that are added up
+
+
+def accumulate(rank: int, places: str | int) -> dict[str, Tensor]:
+    """In the first lookup one table has no ids, so its gradient is empty before the second is added."""
+    torch.manual_seed(0)
+    plain = {"first": nn.Embedding(9, 3, dtype=DTYPE), "second": nn.Embedding(7, 3, dtype=DTYPE)}
+    tables = ShardedEmbeddingCollection(
+        {**plain, "bags": nn.EmbeddingBag(5, 3, mode="sum", dtype=DTYPE)}, plan=dict.fromkeys([*plain, "bags"], places)
+    )
+    several: list[dict[str, Tensor]] = [
+        {"first": torch.tensor([7, 8]), "second": torch.tensor([], dtype=torch.int64)},
+        {"first": torch.tensor([1]), "second": torch.tensor([3, 4]), "bags": torch.tensor([[1, 2]])},
+        {"second": torch.tensor([6]), "bags": torch.tensor([[2, 2]])},
+    ]
+    for ids in several:
+        read = tables(ids)
+        for _ in range(2):
+            torch.autograd.backward([value.sum() for value in read.values()], retain_graph=True)
+    found = {}
+    for name in tables:
+        grad = tables[name].weight.grad
+        full = torch.zeros(tables[name].num_embeddings, dtype=DTYPE)
+        if grad is not None:
+            order, mine = tables[name]._shard.order, tables[name]._shard.positions
+            full[order.ids(torch.arange(mine.start, mine.stop))] = grad.to_dense()[:, 0]
+        if dist.is_initialized() and places != "everywhere":
+            dist.all_reduce(full)
+        found[name] = full
+    return found
+
+
+@pytest.mark.parametrize("places", ["divided", "everywhere", 0])
+def test_gradients_of_several_lookups_are_added_up(ranks: Ranks, places: str | int) -> None:
+    expected = {"first": [0, 2, 0, 0, 0, 0, 0, 2, 2], "second": [0, 0, 0, 2, 2, 0, 2], "bags": [0, 2, 6, 0, 0]}
+    for found in (accumulate(0, places), *ranks.run(3, accumulate, places)):
+        assert {name: grad.tolist() for name, grad in found.items()} == expected
+
+
 # Messages
 
 
 def count_messages(rank: int, tables_count: int) -> tuple[dict[str, int], dict[str, int]]:
+    torch.manual_seed(0)
     tables = ShardedEmbeddingCollection(
         {f"table {number}": (50 + number, 3 + number % 3) for number in range(tables_count)}
     )

@@ -123,15 +123,26 @@ def test_what_cannot_be_replaced_is_left_alone_with_a_reason() -> None:
             "own": Own(3, 2),
             "hooked": hooked,
             "scaled": nn.EmbeddingBag(3, 2, scale_grad_by_freq=True),
+            "normed": nn.utils.parametrizations.weight_norm(nn.Embedding(3, 2)),
+            "watched": nn.Embedding(3, 2),
+            "buffered": nn.Embedding(3, 2),
+            "patched": nn.Embedding(3, 2),
             "plain": nn.Embedding(3, 2),
         }
     )
+    model["watched"].weight.register_hook(lambda grad: grad)  # type: ignore[operator]
+    model["buffered"].register_buffer("counts", torch.zeros(3))
+    model["patched"].forward = lambda ids: ids
     collection = ShardedEmbeddingCollection.from_model(model)
     assert list(collection) == ["plain"]
     reasons = collection.left_alone
     assert "Own" in reasons["own"]
     assert "hooks" in reasons["hooked"]
     assert "scale_grad_by_freq" in reasons["scaled"]
+    assert "parametrized" in reasons["normed"]
+    assert "hooks" in reasons["watched"]
+    assert "more than a weight" in reasons["buffered"]
+    assert "more than a weight" in reasons["patched"]
     for nothing in (nn.Embedding(3, 2), nn.Linear(2, 2), model):
         with pytest.raises(ValueError, match="the model has no embedding that can be replaced"):
             ShardedEmbeddingCollection.from_model(nothing)
@@ -166,6 +177,10 @@ def test_what_was_announced_can_be_looked_up_once_inside_the_block() -> None:
         model.item.tags(ids.view(1, 2))
         model.item.shop(ids)  # nothing was announced for it
     assert torch.equal(model.user(ids), collection["user"].full_weight()[ids])
+    with collection.ahead({"user": ids}):
+        ids += 1
+        with pytest.raises(ValueError, match="other ids than were announced"):
+            model.user(ids)
     with pytest.raises(KeyError, match="no table is called 'usr'"), collection.ahead({"usr": ids}):
         pass
     model.user(ids)
@@ -175,6 +190,7 @@ def test_what_was_announced_can_be_looked_up_once_inside_the_block() -> None:
 
 
 def call_wrongly(rank: int) -> None:
+    torch.manual_seed(0)
     tables = ShardedEmbeddingCollection({"user": nn.Embedding(11, 4), "tags": nn.EmbeddingBag(11, 3)})
     good = {"user": torch.arange(3)}
     wrong: list[tuple[Any, type[Exception], str]] = [

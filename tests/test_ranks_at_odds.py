@@ -41,6 +41,7 @@ def works(table: ShardedEmbedding) -> None:
 
 
 def other_dtypes(rank: int) -> None:
+    torch.manual_seed(0)
     for make in (ShardedEmbedding, ShardedEmbeddingBag):
         table: Any = make(ROWS, WIDTH)
         if rank == 1:
@@ -78,6 +79,7 @@ def test_tables_of_other_sizes_or_options_on_one_rank(ranks: Ranks) -> None:
 
 
 def look_up_a_copy(rank: int) -> None:
+    torch.manual_seed(0)
     table = ShardedEmbedding(ROWS, WIDTH)
     for clone in (copy.deepcopy(table), copy.deepcopy(nn.Sequential(table))[0], copy.copy(table)):
         assert "table 1, copy" in message_of(lambda: (table, clone)[rank](IDS))  # noqa: B023  # called at once
@@ -126,6 +128,7 @@ def goes_on_to_the_next_lookup(rank: int) -> None:
 
 
 def goes_on_to_the_next_step(rank: int) -> None:
+    torch.manual_seed(0)
     tables = ShardedEmbeddingCollection({"user": (ROWS, WIDTH), "item": (ROWS, WIDTH)})
     dense = nn.Linear(WIDTH, 1)
     for make in (rowstep.SparseAdam, rowstep.DeferredAdam):
@@ -168,6 +171,71 @@ def clips_instead(rank: int) -> None:
 )
 def test_a_backward_pass_that_some_ranks_leave_out(ranks: Ranks, count: int, program: Callable[[int], None]) -> None:
     ranks.run(count, program)
+
+
+def goes_on_after_an_error(rank: int) -> list[float]:
+    """One rank's loss raises, and the program goes on with the next batch on all ranks."""
+    torch.manual_seed(0)
+    tables = ShardedEmbeddingCollection({"user": (ROWS, WIDTH), "item": (5, WIDTH)}, plan={"item": "everywhere"})
+    single = ShardedEmbedding(ROWS, WIDTH)
+    optimizer = rowstep.SparseAdam([*tables.parameters(), *single.parameters()])
+    for step in range(9):
+        optimizer.zero_grad()
+        try:
+            loss = tables({"user": IDS, "item": IDS % 5})["item"].sum() + single(IDS).sum()
+            if step % 3 == 1 and rank == step % 2:
+                raise KeyError("no such batch")
+            loss.backward()
+            optimizer.step()
+        except KeyError:
+            assert "item" in message_of(lambda: tables({}))
+            dist.barrier()
+        except PeerError:
+            dist.barrier()
+    return [float(optimizer.state[table.weight]["step"]) for table in (tables["item"], single)]
+
+
+def test_after_an_error_on_one_rank_all_go_on_in_step(ranks: Ranks) -> None:
+    steps = ranks.run(2, goes_on_after_an_error)
+    assert steps[0] == steps[1]
+    assert steps[0] == [6, 6], "three of nine steps were lost"
+
+
+def sums_of_different_things(rank: int) -> None:
+    torch.manual_seed(0)
+    tables = [ShardedEmbeddingCollection({"user": (ROWS, WIDTH), "item": (ROWS, 3 + n)}) for n in range(2)]
+    assert "use of table 'user', table 'item'" in message_of(tables[rank].use)
+    assert "use of" in message_of(tables[0].use if rank else lambda: tables[0]({"user": IDS}))
+    parts = [ShardedEmbedding(ROWS, WIDTH) for _ in range(2)]
+    for part in parts:
+        part(IDS).sum().backward()
+    weights = [part.weight for part in parts]
+    assert "clipping of gradients" in message_of(lambda: rowstep.clip_grad_norm_(weights[rank], 1.0))
+    norm = (2.0, float("inf"))[rank]
+    assert "clipping of gradients" in message_of(lambda: rowstep.clip_grad_norm_(weights, 1.0, norm_type=norm))
+    factored = [rowstep.SparseAdam([weight], second_moment="factored") for weight in weights]
+    assert "step with factored moments" in message_of(factored[rank].step)
+    assert "clipping" in message_of(factored[0].step if rank else lambda: rowstep.clip_grad_norm_(weights, 1.0))
+    for optimizer in factored:
+        optimizer.step()
+
+
+def test_ranks_that_add_up_different_things(ranks: Ranks) -> None:
+    ranks.run(2, sums_of_different_things)
+
+
+def other_copies(rank: int) -> None:
+    torch.manual_seed(rank)
+    tables = ShardedEmbeddingCollection({"user": (ROWS, WIDTH), "item": (5, WIDTH)}, plan={"item": "everywhere"})
+    assert "table 'item': 5 x 4, torch.float32, everywhere, with gradients, rows with checksum" in message_of(
+        lambda: tables({"user": IDS})
+    )
+    tables.load_state_dict({"user.weight": torch.ones(ROWS, WIDTH), "item.weight": torch.ones(5, WIDTH)})
+    assert tables({"user": IDS})["user"].eq(1).all()
+
+
+def test_copies_of_a_table_that_differ_from_the_start(ranks: Ranks) -> None:
+    ranks.run(2, other_copies)
 
 
 def all_leave_it_out(rank: int) -> list[int]:

@@ -90,8 +90,8 @@ def assert_same(found: Contents, expected: Contents, tolerance: float = 0.0) -> 
     for key, value in expected.items():
         if isinstance(value, Tensor):
             torch.testing.assert_close({key: found[key]}, {key: value}, rtol=0, atol=tolerance)
-        else:
-            assert found[key] == value, key
+        else:  # the sum over all rows is added up over ranks, in another order for another number of them
+            assert found[key] == pytest.approx(value, rel=1e-12 if key.endswith("exp_avg_sq_sum") else 0, abs=0), key
 
 
 def save(rank: int, path: Path, name: str) -> tuple[Contents, Contents]:

@@ -79,6 +79,11 @@ def test_small_tables_are_on_one_rank_large_ones_divided_and_hot_ones_everywhere
     assert set(alone.values()) == {0}
 
 
+def test_tables_of_negative_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="table 'user' is -1 x 4; expected no negative size"):
+        plan_tables({"user": (-1, 4)}, 2)
+
+
 def test_a_plan_can_be_changed_and_says_what_it_is() -> None:
     tables: dict[str, nn.Module | tuple[int, ...]] = {"user": (1_000_000, 16), "country": nn.Embedding(200, 8)}
     plan = plan_tables(tables, 4, fixed={"country": 3})
@@ -109,6 +114,12 @@ def test_a_plan_can_be_changed_and_says_what_it_is() -> None:
         ({"fixed": {"item": 1}}, "fixed names 'item'"),
         ({"fixed": {"user": 9}}, "Invalid placement: 9"),
         ({"ranks": 0}, "ranks is 0; expected at least 1"),
+        ({"ranks": True}, "ranks is True"),
+        ({"popularity": float("nan")}, "the popularity of 'user' is not finite"),
+        ({"popularity": {"user": torch.full((50,), float("inf"))}}, "the popularity of 'user' is not finite"),
+        ({"use": {"user": Use(1, float("nan"))}}, r"the use of 'user' is \(1, nan\); expected finite numbers"),
+        ({"use": {"user": Use(-1, 0)}}, r"the use of 'user' is \(-1, 0\)"),
+        ({"ids": float("inf")}, "the use of 'user' is"),
         ({"ids": -1.0}, "ids is -1.0 for 'user'; expected 0 or more"),
         ({"popularity": {"user": torch.ones(4)}}, r"the popularity has shape \(4,\); expected \(50,\)"),
         ({"popularity": {"user": -torch.ones(50)}}, "expected counts, none of them negative"),
@@ -137,6 +148,7 @@ def test_counts_that_are_all_zero_and_tables_without_rows_have_no_traffic() -> N
 
 
 def measured(rank: int) -> tuple[dict[str, Use], float, float]:
+    torch.manual_seed(0)
     generator = torch.Generator().manual_seed(rank)
     plan: dict[str, str | int] = {"user": "divided", "item": 1, "place": "everywhere"}
     tables = ShardedEmbeddingCollection({"user": (5000, 8), "item": (700, 16), "place": (90, 4)}, plan=plan)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import _backends
 from ._gradient import RowGradient, row_gradient
-from ._part import Peers, part_of
+from ._part import Peers, identities, part_of
 from ._plan import refuse_outside
 from ._scale import like_sparse, replace, scale_what_torch_cannot
 from ._state import compute_dtype
@@ -99,7 +99,8 @@ def _norm_over_ranks(parameters: list[Tensor], norm_type: float, foreach: bool |
     by_peers: dict[Peers | None, list[Tensor]] = {None: []}  # in one order on all ranks: the parameters'
     for param in parameters:
         part = part_of(param)
-        by_peers.setdefault(None if part is None else part.peers, []).append(param)
+        is_cut = part is not None and part.where != "everywhere"  # what every rank has whole counts once
+        by_peers.setdefault(part.peers if part is not None and is_cut else None, []).append(param)
     if len(by_peers) == 1:
         return _total_norm(parameters, norm_type, foreach)
     if not norm_type > 0:
@@ -115,7 +116,9 @@ def _norm_over_ranks(parameters: list[Tensor], norm_type: float, foreach: bool |
         norm
         for peers in by_peers
         if peers is not None
-        for norm in peers.gather_numbers(functools.partial(measure, peers))
+        for norm in peers.gather_numbers(
+            functools.partial(measure, peers), "clipping of gradients", norm_type, identities(by_peers[peers])
+        )
     ]
     total: Tensor = torch.linalg.vector_norm(torch.tensor([local[None], *norms], dtype=torch.float64), norm_type)
     first = parameters[0]

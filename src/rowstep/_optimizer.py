@@ -146,8 +146,9 @@ class RowOptimizer(Optimizer):
             alike = [param for param in self._all_params() if _part.is_alike_on_all_ranks(param)]
             return float(zlib.crc32(bytes(param.grad is not None for param in alike)))
 
+        tables = _part.identities(self._all_params())
         for each in peers:
-            if len(set(each.gather_numbers(plan))) > 1:
+            if len(set(each.gather_numbers(plan, "step with factored moments", tables))) > 1:
                 raise RuntimeError(
                     "ranks have gradients for different parameters; expected the same ones on every rank, because "
                     "second_moment='factored' adds up the columns of a sharded table over all ranks"

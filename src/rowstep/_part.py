@@ -38,11 +38,14 @@ class Peers(Protocol):
     def group(self) -> ProcessGroup:
         """The ranks as torch knows them."""
 
-    def gather_numbers(self, measure: Callable[[], float]) -> list[float]:
-        """What every rank measures. If that raises on some rank, all ranks raise."""
+    def gather_numbers(self, measure: Callable[[], float], what: str, *about: object) -> list[float]:
+        """What every rank measures. If that raises on some rank, all ranks raise.
 
-    def sum(self, local: Tensor) -> Tensor:
-        """The sum of every rank's tensor of this shape, the same on all ranks."""
+        So they do unless ranks come for the same, as ``what`` says in words, and ``about`` in plain values.
+        """
+
+    def sum(self, local: Tensor, what: str, *about: object) -> Tensor:
+        """The sum of every rank's tensor of this shape, the same on all ranks, which come for the same."""
 
     def before_step(self) -> None:
         """Raise on all ranks if only some of them have run the backward pass of a lookup."""
@@ -58,6 +61,8 @@ class TablePart:
     """None in a single process without torch.distributed."""
     where: Literal["divided", "here", "elsewhere", "everywhere"] = "divided"
     """Whether every rank has a part of the table, one rank has it all, or every rank has."""
+    identity: tuple[int, ...] = ()
+    """By which ranks know the table."""
 
     @property
     def order_as_tensor(self) -> Tensor:
@@ -126,6 +131,11 @@ def peers_of(params: Iterable[Tensor]) -> list[Peers]:
     return list(dict.fromkeys(part.peers for part in parts if part.peers is not None))
 
 
+def identities(params: Iterable[Tensor]) -> list[tuple[int, ...]]:
+    """By which ranks know the tables of these parameters."""
+    return [part.identity for param in params if (part := part_of(param)) is not None]
+
+
 def is_alike_on_all_ranks(param: Tensor) -> bool:
     """Whether every rank has a gradient of this parameter if one has."""
     part = part_of(param)
@@ -135,7 +145,9 @@ def is_alike_on_all_ranks(param: Tensor) -> bool:
 def summed_over_ranks(param: Tensor, local: Tensor) -> Tensor:
     """The sum over all parts of a parameter's table of something that each rank has measured on its own part."""
     part = part_of(param)
-    return local if part is None or part.peers is None or part.where != "divided" else part.peers.sum(local)
+    if part is None or part.peers is None or part.where != "divided":
+        return local
+    return part.peers.sum(local, "sum of the columns of a table", part.identity)
 
 
 def extent_of(param: Tensor) -> Extent:

@@ -168,7 +168,9 @@ class ShardedEmbeddingCollection(nn.Module):
         """
         try:
             for name, result in self(ids).items():
-                self._tables[name].announced = arguments_of(ids[name]), result
+                # Copies: a program may write other ids to the same tensor before it looks them up.
+                arguments = [each.clone() if isinstance(each, Tensor) else each for each in arguments_of(ids[name])]
+                self._tables[name].announced = tuple(arguments), result
             yield
         finally:
             for table in self._tables.values():

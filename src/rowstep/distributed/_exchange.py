@@ -149,6 +149,7 @@ def attempt(action: Callable[[], _T], instead: _S) -> tuple[_T | _S, Exception |
 
 def _raise_everywhere(failure: Exception | None, topic: Topic, group: ProcessGroup) -> None:
     """Raise this rank's own failure, or tell it what the others have met. Every rank comes here."""
+    ledger_of(group).open.clear()  # ranks may have got out of step, and begin anew
     reports = _gather_objects(failure and f"{type(failure).__name__}: {failure}", topic, group)
     if failure is not None:
         raise failure
@@ -158,6 +159,7 @@ def _raise_everywhere(failure: Exception | None, topic: Topic, group: ProcessGro
 
 def _raise_at_odds(topic: Topic, group: ProcessGroup) -> None:
     """Tell every rank what each of them has come for. Every rank comes here."""
+    ledger_of(group).open.clear()
     texts: list[tuple[str, list[str]]] = _gather_objects((topic.text, topic.details), topic, group)
     common = set.intersection(*(set(details) for _, details in texts))
     came_for = []
@@ -256,16 +258,19 @@ class GroupPeers:
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupPeers:
         return self  # a process group cannot be copied
 
-    def gather_numbers(self, measure: Callable[[], float]) -> list[float]:
+    def gather_numbers(self, measure: Callable[[], float], what: str, *about: object) -> list[float]:
         """What every rank measures. If that raises on some rank, all ranks raise."""
         number, failure = attempt(measure, instead=0.0)
         word = torch.tensor([number], dtype=torch.float64).view(torch.int64).item()
-        words = meet(_NUMBERS, [int(word)] * ranks_of(self.group)[1], self.group, failure=failure, kind="gathered")
+        words = meet(
+            _topic(what, about), [int(word)] * ranks_of(self.group)[1], self.group, failure=failure, kind="gathered"
+        )
         numbers: list[float] = torch.tensor(words, dtype=torch.int64).view(torch.float64).tolist()
         return numbers
 
-    def sum(self, local: Tensor) -> Tensor:
+    def sum(self, local: Tensor, what: str, *about: object) -> Tensor:
         """The sum of every rank's tensor of this shape, added in the order of ranks: the same bits on all."""
+        meet(_topic(what, (about, tuple(local.shape), local.dtype)), [0] * ranks_of(self.group)[1], self.group)
         group = _channel(self.group)
         gathered = gather_everywhere(local.to(_device_for(group)), group)
         return torch.stack(gathered).sum(dim=0).to(local.device)
@@ -279,4 +284,5 @@ class GroupPeers:
             ledger.open.clear()  # no rank has
 
 
-_NUMBERS = Topic("numbers that clipping, or a step with factored moments, adds up over ranks")
+def _topic(what: str, about: tuple[object, ...]) -> Topic:
+    return Topic(what, fingerprint(what, about), lambda: [str(fact) for fact in about])

@@ -70,8 +70,10 @@ class Desk:
         self._name, self._group = name, tables[0].group
         ranks = tables[0].ranks
         self._map = JointMap([table.placement for table in self._tables], ranks)
-        self._identity = tuple((table.identity, table.placement, table.gradient) for table in self._tables)
+        self._identity = [(table.identity, table.placement, table.gradient) for table in self._tables]
         self._topics: dict[tuple[object, ...], Topic] = {}
+        self._is_compared = False
+        """Whether ranks have found that they begin with the same rows, where every rank has all of them."""
         self._count, self._ids, self._distinct = 0, [0] * len(tables), [0] * len(tables)
         none = torch.empty(0)
         self._nothing = Asked([], [], Deduped(none, none, none, none), Request(none, [[0] * len(tables)] * ranks))
@@ -87,7 +89,12 @@ class Desk:
         # Headers: how many rows each wants of each. A rank that cannot go on still sends one, and wants nothing.
         asked, failure = _exchange.attempt(lambda: self._ask(begin()), instead=self._nothing)
         wanted = [sum(counts) for counts in asked.request.counts]
-        owed = _exchange.meet(topic, wanted, self._group, failure=failure)
+        try:
+            owed = _exchange.meet(topic, wanted, self._group, failure=failure)
+        finally:
+            if not self._is_compared:  # a first topic has the rows themselves in it, and is not used again
+                self._topics.clear()
+        self._is_compared = True
         ledger = ledger_of(self._group)
         number = ledger.next_number()
 
@@ -116,6 +123,7 @@ class Desk:
         if facts not in self._topics:
             words = [
                 f"{table.described}, {'with' if has_grad else 'without'} gradients"
+                + ("" if self._is_compared else table.contents_in_common())
                 for table, has_grad in zip(self._tables, has_grads, strict=True)
             ]
             key = fingerprint(self._identity, words)
@@ -185,7 +193,7 @@ class Desk:
         """How each table was used by a rank in a step, on average over steps and ranks."""
         numbers = torch.tensor([self._count, *self._ids, *self._distinct], dtype=torch.float64)
         if self._group is not None:
-            numbers = _exchange.GroupPeers(self._group).sum(numbers)
+            numbers = _exchange.GroupPeers(self._group).sum(numbers, f"use of {self._name}", self._identity)
         _, *rest = (numbers / max(1.0, float(numbers[0]))).tolist()
         uses = [Use(*each) for each in zip(rest[: len(self._order)], rest[len(self._order) :], strict=True)]
         return [uses[self._order.index(number)] for number in range(len(uses))]

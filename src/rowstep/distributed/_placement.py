@@ -11,6 +11,7 @@ A table is placed in one of three ways:
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Literal, NamedTuple
 
 from .._layout import RowOrder
@@ -50,7 +51,9 @@ class Placement(NamedTuple):
     @classmethod
     def checked(cls, rows: int, ranks: int, place: Place) -> Placement:
         """The placement that a user asks for."""
-        is_rank = isinstance(place, int) and not isinstance(place, bool)
+        if isinstance(place, Integral) and not isinstance(place, bool):  # NumPy's too
+            place = int(place)
+        is_rank = type(place) is int
         if place not in (DIVIDED, EVERYWHERE) if not is_rank else not 0 <= place < ranks:  # type: ignore[operator]
             raise ValueError(
                 f"Invalid placement: {place!r}; expected {DIVIDED!r}, {EVERYWHERE!r} or the number of one of the "

@@ -16,11 +16,13 @@ import math
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ._costs import MEETINGS
-from ._placement import DIVIDED, EVERYWHERE, Place, Placement
+from ._placement import DIVIDED, EVERYWHERE, Blocks, Place, Placement
 
 BALANCED = 1.08
 """What the fullest rank of a plan may have over the mean. The aim is 1.1; what is drawn is not what is expected."""
@@ -97,11 +99,11 @@ class Plan(MutableMapping[str, Place]):
     def __len__(self) -> int:
         return len(self._places)
 
-    def bytes_of_ranks(self) -> list[float]:
+    def bytes_of_ranks(self) -> NDArray[np.float64]:
         """Of weights, on each rank."""
         return self._of_ranks({name: size.bytes for name, size in self.sizes.items()})
 
-    def load_of_ranks(self) -> list[float]:
+    def load_of_ranks(self) -> NDArray[np.float64]:
         """Bytes that each rank sends and receives as an owner of rows, in one step."""
         return self._of_ranks({name: self._load(name) for name in self})
 
@@ -111,16 +113,17 @@ class Plan(MutableMapping[str, Place]):
         passes = 1 if self[name] == EVERYWHERE else 2
         return self.ranks * distinct * (_INDEX + passes * size.width * size.element)
 
-    def _of_ranks(self, amounts: Mapping[str, float]) -> list[float]:
-        found = [0.0] * self.ranks
+    def _of_ranks(self, amounts: Mapping[str, float]) -> NDArray[np.float64]:
+        found = np.zeros(self.ranks)
         for name, amount in amounts.items():
-            place, rows = self[name], max(1, self.sizes[name].rows)
-            placement = Placement(self.sizes[name].rows, self.ranks, place)
+            place, rows = self[name], self.sizes[name].rows
             if isinstance(place, int):
                 found[place] += amount
-                continue
-            for rank in range(self.ranks):
-                found[rank] += amount * len(placement.of(rank)) / rows
+            elif place == EVERYWHERE:
+                found += amount
+            elif rows:
+                size = Blocks(rows, self.ranks).size
+                found += amount / rows * np.clip(rows - size * np.arange(self.ranks), 0, size)
         return found
 
     def bytes_per_step(self) -> float:
@@ -151,14 +154,12 @@ class Plan(MutableMapping[str, Place]):
         rows = [
             "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:-1], widths[1:-1]), line[-1]]) for line in lines
         ]
-        balance = self.balance()
-        return "\n".join(
-            [
-                *rows,
-                f"{self.ranks} rank{'s' * (self.ranks > 1)}; the fullest has {balance.bytes:.2f} times the mean bytes, "
-                f"the busiest {balance.load:.2f} times the mean traffic",
-            ]
+        by_bytes, by_load = self.balance()
+        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
+        summary = (
+            f"the fullest has {by_bytes:.2f} times the mean bytes, the busiest {by_load:.2f} times the mean traffic"
         )
+        return "\n".join([*rows, f"{ranks}; with these ids, {summary}"])
 
     __repr__ = __str__
 
@@ -184,9 +185,12 @@ def plan_tables(
             ``popularity``.
         fixed: tables that have their place already.
     """
-    if ranks < 1:
+    if isinstance(ranks, bool) or ranks < 1:
         raise ValueError(f"ranks is {ranks}; expected at least 1")
     sizes = {name: Size.of(table) for name, table in tables.items()}
+    for name, size in sizes.items():
+        if min(size) < 0:
+            raise ValueError(f"table {name!r} is {size.rows} x {size.width}; expected no negative size")
     fixed, use = fixed or {}, use or {}
     for what, named in (("fixed", fixed), ("use", use), ("ids", ids), ("popularity", popularity)):
         if isinstance(named, Mapping) and (unknown := [name for name in named if name not in sizes]):
@@ -198,6 +202,9 @@ def plan_tables(
         or _expected_use(name, size, counts.get(name, _USUAL_IDS), shapes.get(name, _USUAL_EXPONENT))
         for name, size in sizes.items()
     }
+    for name, each in expected.items():
+        if not all(math.isfinite(number) and number >= 0 for number in each):
+            raise ValueError(f"the use of {name!r} is {tuple(each)}; expected finite numbers, none of them negative")
     share = 1.0
     while True:
         plan = Plan(sizes, ranks, expected, {name: fixed.get(name, DIVIDED) for name in sizes})
@@ -217,16 +224,14 @@ def _pack(plan: Plan, free: set[str], share: float) -> None:
     for name in free - set(small):
         plan[name] = DIVIDED if plan.sizes[name].rows >= _ROWS_PER_RANK * ranks else EVERYWHERE
     placed = [name for name in plan if name not in set(small)]
-    filled = [
-        [amount / mean for amount in plan._of_ranks({name: of(name) for name in placed})]
-        for mean, of in ((mean_bytes, lambda name: plan.sizes[name].bytes), (mean_load, plan._load))
-    ]
+    by_bytes = plan._of_ranks({name: plan.sizes[name].bytes for name in placed}) / mean_bytes
+    by_load = plan._of_ranks({name: plan._load(name) for name in placed}) / mean_load
     for name in sorted(small, key=lambda name: max(weight[name]), reverse=True):
-        by_bytes, by_load = weight[name]
-        rank = min(range(ranks), key=lambda rank: max(filled[0][rank] + by_bytes, filled[1][rank] + by_load))
+        own_bytes, own_load = weight[name]
+        rank = int(np.argmin(np.maximum(by_bytes + own_bytes, by_load + own_load)))
         plan[name] = rank
-        filled[0][rank] += by_bytes
-        filled[1][rank] += by_load
+        by_bytes[rank] += own_bytes
+        by_load[rank] += own_load
 
 
 def _expected_use(name: str, size: Size, ids: float, popularity: float | Tensor) -> Use:
@@ -243,8 +248,12 @@ def _expected_use(name: str, size: Size, ids: float, popularity: float | Tensor)
             raise ValueError(
                 f"the popularity of {name!r} has negative numbers or NaN; expected counts, none of them negative"
             )
-    else:
+        if not bool(weights.isfinite().all()):
+            raise ValueError(f"the popularity of {name!r} is not finite; expected counts, or a finite exponent")
+    elif math.isfinite(popularity):
         weights, rows = _zipf(size.rows, float(popularity))
+    else:
+        raise ValueError(f"the popularity of {name!r} is not finite; expected counts, or a finite exponent")
     total = float((weights * rows).sum())
     if not total:
         return Use(ids, 0.0)
@@ -269,6 +278,6 @@ def _zipf(rows: int, exponent: float) -> tuple[Tensor, Tensor]:
     return (starts + (counts - 1) / 2).pow(-exponent), counts
 
 
-def _over_mean(amounts: list[float]) -> float:
-    mean = sum(amounts) / len(amounts)
-    return max(amounts) / mean if mean else 1.0
+def _over_mean(amounts: NDArray[np.float64]) -> float:
+    mean = float(amounts.mean())
+    return float(amounts.max()) / mean if mean else 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from .._part import ROW_ORDER, TablePart, mark
 from . import _exchange
 from ._fetch import Desk, Lookup
 from ._names import Identity, identity_of_copy, new_identity
-from ._parcels import Kind
+from ._parcels import Kind, as_bytes
 from ._placement import DIVIDED, EVERYWHERE, Place, Placement
 from ._topic import Topic
 
@@ -78,7 +79,11 @@ class ShardedTable(nn.Module):
         self.placement = Placement.checked(num_embeddings, self.ranks, placement)
         peers = None if group is None else _exchange.GroupPeers(group)
         self._shard = TablePart(
-            self.placement.order, self.placement.of(self.rank), peers, self.placement.seen_from(self.rank)
+            self.placement.order,
+            self.placement.of(self.rank),
+            peers,
+            self.placement.seen_from(self.rank),
+            self.identity,
         )
         rows = torch.empty(len(self._shard.positions), embedding_dim, device=device, dtype=dtype)
         self.weight = nn.Parameter(rows, requires_grad=not freeze)
@@ -195,6 +200,12 @@ class ShardedTable(nn.Module):
             f"{self.label}: {self.num_embeddings} x {self.embedding_dim}, {self.weight.dtype}, {self.placement.place}"
         )
 
+    def contents_in_common(self) -> str:
+        """In words, a checksum of rows that every rank has to have alike."""
+        if self.placement.place != EVERYWHERE or self.ranks == 1:
+            return ""
+        return f", rows with checksum {zlib.crc32(as_bytes(self.weight.detach()).cpu().numpy().tobytes()):08x}"
+
     @property
     def is_here(self) -> bool:
         """Whether this rank owns rows of the table; if not, it has no gradient of it, and takes no steps."""
@@ -241,6 +252,8 @@ class ShardedTable(nn.Module):
         if (padding := self._local_padding) is not None:
             kept = rows != padding
             rows, grads = rows[kept], grads[kept]
+        # Not views of what other tables have: torch adds to an empty gradient in place, and writes beyond its end.
+        rows, grads = _owned(rows), _owned(grads)
         return torch.sparse_coo_tensor(rows.unsqueeze(0), grads, self.weight.shape, check_invariants=False)
 
     def positions(self, ids: Tensor) -> Tensor:
@@ -294,7 +307,7 @@ class ShardedTable(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         mark(self.weight, self._shard)  # a copied Parameter has lost it
-        self.identity = identity_of_copy(self.group, self.identity)
+        self.identity = self._shard.identity = identity_of_copy(self.group, self.identity)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_desk": None, "announced": None}
@@ -307,6 +320,12 @@ class ShardedTable(nn.Module):
             text += f", max_norm={self.max_norm}, norm_type={self.norm_type}"
         owned = self._shard.positions
         return f"{text}, gradient={self.gradient!r}, rank {self.rank} of {self.ranks} owns {len(owned)} rows"
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy if others share its memory."""
+    is_alone = tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if is_alone else tensor.clone()
 
 
 def _are_the_same(arguments: tuple[Any, ...], announced: tuple[Any, ...]) -> bool:
