@@ -49,7 +49,7 @@ PRIVATE_ATTRIBUTES = {
     TORCH_INTERNALS: (
         "_C", "_indices", "_values", "_version", "_is_zerotensor", "_cdata", "_module_parameters",
         "_get_active_ddp_module", "_make_subclass", "_execution_engine", "_nnz",
-        "_set_params_and_buffers_to_ignore_for_model",
+        "_set_params_and_buffers_to_ignore_for_model", "_disable_dynamo",
     ),
     NUMBA_INTERNALS: ("_cache", "_reduce", "_rebuild", "magic_tuple", "_launch_threads", "call_internal_no_propagate"),
 }  # fmt: skip

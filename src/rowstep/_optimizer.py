@@ -45,7 +45,7 @@ from ._plan import DenseStep, Group, Plan, RowStep, checked_gradient, steps_take
 from ._rows import Init
 from ._rules.adam import AS_TORCH, kept_under
 from ._state import State, allocate, ensure_moments, misfit
-from ._torch_internals import plainly
+from ._torch_internals import never_compiled, plainly
 from ._waiting import take_over
 
 
@@ -106,7 +106,7 @@ class RowOptimizer(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # dynamo leaves only torch's own optimizers alone
+    @never_compiled  # type: ignore[untyped-decorator]  # dynamo leaves only torch's own optimizers alone
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Perform one step. Return the result of ``closure``, if given."""

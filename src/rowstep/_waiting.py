@@ -32,6 +32,7 @@ from ._torch_internals import (
     is_making_a_parameter,
     is_traced,
     is_wrapped,
+    never_compiled,
     plainly,
     untraced,
 )
@@ -118,7 +119,7 @@ def _see(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     return plainly(func, *args, **kwargs)
 
 
-_see_in_every_run = torch.compiler.disable(_see)  # type: ignore[no-untyped-call]
+_see_in_every_run = never_compiled(_see)
 
 
 @functools.cache
