@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 INTEGRATION := .venv-integration
+CLIENTS := .venv-clients
 
 # Other CPUs, as far as this one can stand for them: torch's kernels without vector instructions and with AVX2 only,
 # ours without fused multiply-add and without conversions of float16; and more threads than most machines have cores.
@@ -11,7 +12,7 @@ CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 NUMBA_CPU_NAME=gene
 ARITHMETIC := $(addprefix tests/test_,$(addsuffix .py,same_as_torch options dtypes backends nonfinite clip arrays \
 	deferred_options deferred_dtypes deferred_backends row_steps))
 
-.PHONY: demo test check cpus old-cpu stress integration format bench clean clean-cache
+.PHONY: demo test check cpus old-cpu stress integration clients format bench clean clean-cache
 
 demo: $(READY)
 	$(BIN)/rowstep demo
@@ -45,6 +46,10 @@ stress: $(READY)
 integration: $(INTEGRATION)/.ready
 	ROWSTEP_INTEGRATION=1 $(INTEGRATION)/bin/pytest tests/integration
 
+# Other people's programs, rebuilt, with torch's optimizer and with ours, in an environment of its own.
+clients: $(CLIENTS)/.ready
+	ROWSTEP_CLIENTS=1 $(CLIENTS)/bin/pytest tests/clients
+
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -64,9 +69,17 @@ $(INTEGRATION)/.ready: pyproject.toml constraints.txt constraints-integration.tx
 		-c constraints-integration.txt torch==2.13.0 -e '.[dev,integration]'
 	touch $@
 
+# RecBole asks for an old ray and exact versions of others; what it imports here works with those of today.
+$(CLIENTS)/.ready: pyproject.toml constraints.txt constraints-clients.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-clients.txt \
+		torch==2.13.0 -e '.[dev]' colorama colorlog minnt pandas PyYAML tensorboard texttable tqdm
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check -c constraints-clients.txt --no-deps recbole
+	touch $@
+
 clean-cache:
 	find src benchmarks -name '*.nb[ic]' -delete
 
 clean:
-	rm -rf $(VENV) $(INTEGRATION) out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(INTEGRATION) $(CLIENTS) out .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,174 @@
+"""Run a program with torch's optimizer and with ours, and compare what both had after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+STATE = ("step", "exp_avg", "exp_avg_sq")
+
+
+class Seen:
+    """What a run had after its steps: every loss, and all weights and state after every ``every``-th step.
+
+    A look at the weights of DeferredAdam brings all rows up to date. With every > 1 they also wait in between.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        self.every = every
+        self.losses: list[float] = []
+        self.tensors: dict[int, dict[str, Tensor]] = {}
+
+    def after_step(self, loss: Tensor | float, model: nn.Module, optimizer: Any) -> None:
+        """To be called by the program after each step; ``optimizer`` may also be a list or a mapping of them."""
+        self.losses.append(float(loss))
+        if len(self.losses) % self.every == 0:
+            self.tensors[len(self.losses)] = contents(model, optimizer)
+
+
+class Following(Seen):
+    """A run that goes on with another run's weights after each step.
+
+    So both compute their gradients from the same numbers, and what is promised for one step holds for each of them.
+    """
+
+    def __init__(self, leader: Seen) -> None:
+        super().__init__()
+        self.leader = leader
+
+    def after_step(self, loss: Tensor | float, model: nn.Module, optimizer: Any) -> None:
+        super().after_step(loss, model, optimizer)
+        for name, param in model.named_parameters():
+            param.data.copy_(self.leader.tensors[len(self.losses)][name])
+
+
+Train = Callable[[Any, bool, Seen], None]
+"""A program: it gets what makes its optimizer, whether its tables have sparse gradients, and whom to show each step."""
+
+
+class Line(NamedTuple):
+    """A line of the summary."""
+
+    program: str
+    steps: int
+    every: int
+    difference: float
+    same_bits: bool = False
+
+    def __str__(self) -> str:
+        when = "every step" if self.every == 1 else f"every {self.every}th"
+        bits = ", moments to the bit" if self.same_bits else ""
+        return (
+            f"{self.program:<40} {self.steps:>4} steps, weights and state after {when:<10}  "
+            f"largest difference {self.difference:.0e}{bits}"
+        )
+
+
+REPORT: list[Line] = []
+
+
+def assert_same_run(program: str, train: Train, theirs: Any, ours: Any, **how: Any) -> None:
+    """Train in float64 with both: the same losses, weights and state, up to rounding. ``how`` is as in same_run."""
+    REPORT.append(same_run(program, train, theirs, ours, **how))
+
+
+def same_run(
+    program: str,
+    train: Train,
+    theirs: Any,
+    ours: Any,
+    *,
+    theirs_sparse: bool = True,
+    ours_sparse: bool = True,
+    every: int = 1,
+    tolerance: float = 1e-11,
+) -> Line:
+    runs = [Seen(every), Seen(every)]
+    for run, make, sparse in zip(runs, (theirs, ours), (theirs_sparse, ours_sparse), strict=True):
+        torch.manual_seed(0)
+        train(make, sparse, run)
+    return Line(program, len(runs[0].losses), every, difference(*runs, tolerance=tolerance))
+
+
+def assert_same_bits(program: str, train: Train, theirs: Any, ours: Any, tables: Container[str]) -> None:
+    """Train in float32. From the same weights, the moments of ``tables`` get the same bits at every step."""
+    REPORT.append(same_bits(program, train, theirs, ours, tables))
+
+
+def same_bits(program: str, train: Train, theirs: Any, ours: Any, tables: Container[str]) -> Line:
+    leader = Seen()
+    follower = Following(leader)
+    for run, make in ((leader, theirs), (follower, ours)):
+        torch.manual_seed(0)
+        train(make, True, run)
+    worst = difference(leader, follower, tolerance=1e-6, exact=tables)
+    return Line(program, len(leader.losses), 1, worst, same_bits=True)
+
+
+def difference(theirs: Seen, ours: Seen, *, tolerance: float, exact: Container[str] = ()) -> float:
+    """The largest difference between two runs, in units of the largest number of each tensor."""
+    assert theirs.losses, "the program showed no step"
+    assert len(ours.losses) == len(theirs.losses)
+    assert sum(theirs.losses[-3:]) < sum(theirs.losses[:3]), "the program has learned nothing"
+    worst = 0.0
+    for step, losses in enumerate(zip(theirs.losses, ours.losses, strict=True), start=1):
+        pairs = {"loss": tuple(map(torch.tensor, losses))}
+        if step in theirs.tensors:
+            assert ours.tensors[step].keys() == theirs.tensors[step].keys()
+            pairs |= {name: (tensor, ours.tensors[step][name]) for name, tensor in theirs.tensors[step].items()}
+        for name, (one, other) in pairs.items():
+            key, _, param = name.rpartition(" of ")
+            if key.startswith("exp_avg") and param in exact:
+                assert torch.equal(one, other), f"{name} is not bit-identical after step {step}"
+            apart = relative(one, other)
+            assert apart <= tolerance, f"{name} differs by {apart:.1e} of its largest entry after step {step}"
+            worst = max(worst, apart)
+    return worst
+
+
+def relative(one: Tensor, other: Tensor) -> float:
+    assert one.shape == other.shape
+    assert one.isfinite().all()
+    size = float(one.abs().max()) if one.numel() else 0.0
+    apart = float((one - other).abs().max()) if one.numel() else 0.0
+    return apart / size if size else apart
+
+
+def contents(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Copies of all weights, and of the state that torch's Adam and SparseAdam have too."""
+    optimizers = [part for one in listed(optimizer) for part in getattr(one, "parts", [one])]
+    found: dict[str, Tensor] = {}
+    for name, param in model.named_parameters():
+        found[name] = param.detach().clone()  # before its state: a row that was waiting has old moments too
+        for state in (one.state[param] for one in optimizers if param in one.state):
+            found |= {f"{key} of {name}": torch.as_tensor(state[key]).double().clone() for key in STATE}
+    return found
+
+
+def listed(optimizer: Any) -> list[Any]:
+    if isinstance(optimizer, Mapping):
+        return list(optimizer.values())
+    return optimizer if isinstance(optimizer, list) else [optimizer]
+
+
+class Both:
+    """Two optimizers of torch that look like one: what programs write to have SparseAdam next to Adam."""
+
+    def __init__(self, *parts: Optimizer) -> None:
+        self.parts = parts
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad()
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
