@@ -1,0 +1,123 @@
+"""DeepSpeed's ``sparse_gradients``: https://github.com/deepspeedai/DeepSpeed, deepspeed/runtime/engine.py.
+
+Each rank divides its gradient's values by the number of ranks. Ids and values are then gathered from all ranks, filled
+up to the longest and cut again, and a gradient is rebuilt of them all. A row that two ranks have read is in it twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from clients.side_by_side import REPORT, Both, Line, Seen, same_bits, same_run
+from ranks import Ranks
+from rowstep import DeferredAdam, SparseAdam, StaleRowsError
+
+RANKS, ROWS, WIDTH = 2, 100, 6
+
+
+class Model(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, WIDTH, sparse=sparse)
+        self.layer = nn.Linear(WIDTH, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.layer(self.table(ids).tanh()).squeeze(-1)
+
+
+def gather(mine: Tensor) -> Tensor:
+    """The rows of all ranks, which may have different numbers of them."""
+    sizes = [torch.zeros(1, dtype=torch.long) for _ in range(RANKS)]
+    dist.all_gather(sizes, torch.tensor([len(mine)]))
+    longest = int(max(sizes))
+    filled = torch.cat([mine, mine.new_empty(longest - len(mine), *mine.shape[1:])])
+    received = [torch.empty_like(filled) for _ in range(RANKS)]
+    dist.all_gather(received, filled)
+    return torch.cat([rows[: int(size)] for rows, size in zip(received, sizes, strict=True)])
+
+
+def average_gradients(model: nn.Module) -> None:
+    for param in model.parameters():
+        assert param.grad is not None
+        if param.grad.is_sparse:
+            grad = param.grad.coalesce()
+            ids, values = gather(grad.indices()[0]), gather(grad.values() / RANKS)
+            param.grad.data = torch.sparse_coo_tensor(ids[None], values, param.shape, check_invariants=True)
+        else:
+            dist.all_reduce(param.grad)
+            param.grad /= RANKS
+
+
+def train(make: Any, sparse: bool, seen: Seen, dtype: torch.dtype = torch.float64) -> None:
+    model = Model(sparse).to(dtype)
+    optimizer = make(model)
+    random = torch.Generator().manual_seed(dist.get_rank())
+    data = [torch.randint(ROWS, (8 + 3 * dist.get_rank(),), generator=random) for _ in range(5)]
+    for _ in range(7):
+        for ids in data:
+            optimizer.zero_grad()
+            loss = (model(ids) - ids.to(dtype).sin()).square().mean()
+            loss.backward()
+            average_gradients(model)
+            optimizer.step()
+            seen.after_step(loss.detach(), model, optimizer)
+
+
+def train_in_float32(make: Any, sparse: bool, seen: Seen) -> None:
+    train(make, sparse, seen, torch.float32)
+
+
+def two_optimizers(model: Model) -> Both:
+    return Both(
+        torch.optim.SparseAdam(model.table.parameters(), lr=0.02), torch.optim.Adam(model.layer.parameters(), lr=0.02)
+    )
+
+
+def one_optimizer(model: Model) -> SparseAdam:
+    return SparseAdam(model.parameters(), lr=0.02)
+
+
+def adam(model: Model) -> torch.optim.Adam:
+    return torch.optim.Adam(model.parameters(), lr=0.02)
+
+
+def deferred(model: Model) -> DeferredAdam:
+    """Another rank's rows have not been read here, so that they may wait still. They catch up in the step."""
+    return DeferredAdam(model, lr=0.02, allow_stale=True)
+
+
+def sparse_adam_on_rank(rank: int) -> tuple[Line, Line]:
+    return (
+        same_run("DeepSpeed, SparseAdam", train, two_optimizers, one_optimizer),
+        same_bits(
+            "DeepSpeed, SparseAdam in float32", train_in_float32, two_optimizers, one_optimizer, {"table.weight"}
+        ),
+    )
+
+
+def deferred_adam_on_rank(rank: int, every: int) -> Line:
+    name = "DeepSpeed, DeferredAdam"
+    return same_run(name, train, adam, deferred, theirs_sparse=False, every=every)
+
+
+def strict_on_rank(rank: int) -> None:
+    with pytest.raises(StaleRowsError):
+        train(lambda model: DeferredAdam(model, lr=0.02), True, Seen(every=100))
+
+
+def test_sparse_adam(ranks: Ranks) -> None:
+    REPORT.extend(ranks.run(RANKS, sparse_adam_on_rank)[0])
+
+
+@pytest.mark.parametrize("every", [1, 7])
+def test_deferred_adam(ranks: Ranks, every: int) -> None:
+    REPORT.append(ranks.run(RANKS, deferred_adam_on_rank, every)[0])
+
+
+def test_deferred_adam_says_so_if_it_does_not_know_of_the_other_ranks(ranks: Ranks) -> None:
+    ranks.run(RANKS, strict_on_rank)
