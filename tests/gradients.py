@@ -56,9 +56,24 @@ def ids_at_most_twice(rows: int, count: int) -> Tensor:
     return torch.cat([torch.randperm(rows), torch.randperm(rows)])[torch.randperm(2 * rows)[:count]]
 
 
+def set_grad(param: Tensor, grad: Tensor | None) -> None:
+    """Put a gradient into a parameter, even one of another dtype."""
+    if grad is None or grad.dtype == param.dtype:
+        param.grad = grad
+    elif hasattr(Tensor, "grad_dtype"):
+        param.grad_dtype = None
+        param.grad = grad
+    else:  # an older torch refuses such a gradient, but lets the parameter's dtype change while it has one
+        weights, is_trained = param.data, param.requires_grad
+        param.requires_grad_(False)
+        param.grad, param.data = None, weights.to(grad.dtype)
+        param.grad, param.data = grad, weights
+        param.requires_grad_(is_trained)
+
+
 def step_with(optimizer: Optimizer, param: Tensor, grad: Tensor | None) -> None:
     """One step of ``optimizer`` with this gradient in ``param``."""
-    param.grad = grad
+    set_grad(param, grad)
     optimizer.step()
 
 

@@ -10,6 +10,7 @@ Tests import it as ``ranks``. So do the benchmarks, which put this directory on 
 from __future__ import annotations
 
 import datetime
+import inspect
 import multiprocessing
 import os
 import signal
@@ -93,12 +94,22 @@ class Ranks:
                 process.join()
 
 
+def new_group_in_order(members: list[int], **options: Any) -> Any:
+    """A group whose ranks are in this order. An older torch has no ``sort_ranks``, and always sorts them."""
+    if "sort_ranks" in inspect.signature(dist.new_group).parameters:
+        options["sort_ranks"] = False
+    return dist.new_group(members, **options)
+
+
 def _work(pipe: Connection, rank: int, port: int, timeout: float, on_warning: Literal["default", "error"]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal; the first one ends us
     torch.set_num_threads(1)
     if sys.platform.startswith("linux"):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     warnings.simplefilter(on_warning)
+    # As in pyproject.toml, which the ranks do not read.
+    writer = r"torch\.distributed\.checkpoint\.filesystem"
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning, writer)
     store = TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:

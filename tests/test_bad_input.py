@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from gradients import Snapshot, entries_of, rows_of, sparse, table
+from gradients import Snapshot, entries_of, rows_of, set_grad, sparse, table
 from rowstep import SparseAdam
 
 NAN, INF = math.nan, math.inf
@@ -157,13 +157,11 @@ def wrong_dense_shape(param: Parameter) -> None:
 
 
 def wrong_dtype(param: Parameter) -> None:
-    param.grad_dtype = None
-    param.grad = sparse([[0, 1]], torch.ones(2, 2, dtype=torch.int64), (4, 2))
+    set_grad(param, sparse([[0, 1]], torch.ones(2, 2, dtype=torch.int64), (4, 2)))
 
 
 def complex_dtype(param: Parameter) -> None:
-    param.grad_dtype = None
-    param.grad = torch.ones(4, 2, dtype=torch.complex64)
+    set_grad(param, torch.ones(4, 2, dtype=torch.complex64))
 
 
 def state_of_another_shape(param: Parameter) -> None:

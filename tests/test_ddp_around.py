@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from gradients import same_bits
-from ranks import Ranks
+from ranks import Ranks, new_group_in_order
 from rowstep.distributed import PeerError, ShardedEmbedding, ShardedEmbeddingBag, allreduce_hook, ddp
 
 WIDTH = 2
@@ -61,7 +61,7 @@ def tables_of_other_ranks(rank: int) -> None:
     assert "over the ranks [2]; expected [0, 1, 2, 3]" in text
 
     # The ranks count, not the group, nor their order.
-    backwards = dist.new_group([3, 2, 1, 0], sort_ranks=False)
+    backwards = new_group_in_order([3, 2, 1, 0])
     for model, group in [
         (over_all, backwards),
         (model_over(backwards), None),

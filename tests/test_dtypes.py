@@ -47,7 +47,6 @@ def assert_same_numbers(left: Tensor, right: Tensor) -> None:
 def first_moment_of(values: Tensor, dtype: torch.dtype) -> Tensor:
     """What a state in ``dtype`` makes of these values: with both betas 0 the first moment is the gradient."""
     param = Parameter(torch.zeros(len(values), 1, dtype=dtype))
-    param.grad_dtype = values.dtype
     optimizer = SparseAdam([param], betas=(0.0, 0.0))
     step_with(optimizer, param, sparse([range(len(values))], values.unsqueeze(1), param.shape))
     moment: Tensor = optimizer.state[param]["exp_avg"].squeeze(1)

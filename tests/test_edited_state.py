@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from deferred_cases import embedding
-from gradients import Snapshot, rows_of, step_with, table
+from gradients import Snapshot, rows_of, set_grad, step_with, table
 from rowstep import DeferredAdam, DeferredAdamW
 from state_runs import KINDS, Kind, Run
 
@@ -111,8 +111,7 @@ def test_a_parameter_of_8_bits_cannot_be_stepped(kind: Kind, sparse: bool) -> No
     small = nn.Parameter(torch.ones(6, 3).to(torch.float8_e4m3fn), requires_grad=False)
     weights = table(6, 3)
     optimizer: Any = kind([weights, small], lr=0.1)
-    small.grad_dtype = None
-    small.grad = rows_of(weights, [1]) if sparse else torch.ones(6, 3)
+    set_grad(small, rows_of(weights, [1]) if sparse else torch.ones(6, 3))
     weights.grad = rows_of(weights, [2])
     before = weights.detach().clone()
     with pytest.raises(TypeError, match=r"parameter 1 of group 0: .*float8_e4m3fn; expected a 16-, 32- or 64-bit"):

@@ -209,7 +209,6 @@ def test_two_tables_may_share_the_values_of_their_gradients() -> None:
 @pytest.mark.parametrize("dense", [False, True])
 def test_float32_gradients_of_other_parameters(dtype: torch.dtype, dense: bool) -> None:
     param = table(6, 3, dtype=dtype)
-    param.grad_dtype = torch.float32
     hand = AdamByHand(param, lr=0.1, eps=1e-30)
     optimizer = SparseAdam([param], lr=0.1, eps=1e-30)
     for _ in range(3):

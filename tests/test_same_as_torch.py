@@ -153,7 +153,6 @@ def test_eps_is_added_to_the_uncorrected_root_of_a_sparse_gradient() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_eps_is_added_to_the_corrected_root_of_a_dense_gradient(dtype: torch.dtype) -> None:
     param = Parameter(torch.zeros(2, 1, dtype=torch.float64))
-    param.grad_dtype = dtype
     grad = torch.full((2, 1), 2.0, dtype=dtype)
     step_with(SparseAdam([param], lr=0.1, betas=(0.9, 0.99), eps=0.5), param, grad)
     assert param[1].item() == pytest.approx(-0.1 * 2.0 / (2.0 + 0.5))

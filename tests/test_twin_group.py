@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ranks import Ranks
+from ranks import Ranks, new_group_in_order
 from rowstep.distributed import ddp
 from rowstep.distributed._exchange import twin_group
 
@@ -79,7 +79,7 @@ def test_twins_of_overlapping_groups_are_made_by_their_members(ranks: Ranks) -> 
 
 def order_and_timeouts(rank: int) -> None:
     patience = datetime.timedelta(seconds=17)
-    pair = dist.new_group([2, 0], timeout=patience, sort_ranks=False)
+    pair = new_group_in_order([2, 0], timeout=patience)
     world = twin_group(None)
     assert timeout_of(world) == timeout_of(dist.group.WORLD)
     if rank == 1:
@@ -88,8 +88,9 @@ def order_and_timeouts(rank: int) -> None:
                 refused(pair)
         return
     twin = twin_group(pair)
-    assert dist.get_process_group_ranks(twin) == [2, 0]
-    assert dist.get_rank(twin) == dist.get_rank(pair) == (rank == 0)
+    members = dist.get_process_group_ranks(pair)
+    assert dist.get_process_group_ranks(twin) == members
+    assert dist.get_rank(twin) == dist.get_rank(pair) == members.index(rank)
     assert timeout_of(twin) == patience
     assert dist.get_backend_config(twin) == dist.get_backend_config(pair)
     assert timeout_of(ddp(nn.Linear(1, 1), process_group=pair).process_group) == patience

@@ -45,6 +45,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    import_module("._torch_version", __name__)  # first of all: it refuses a torch that is too old
     if name in _MODULES:
         return import_module(f".{name}", __name__)
     return getattr(import_module(_HOME[name], __name__), name)

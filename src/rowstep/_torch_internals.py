@@ -40,6 +40,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from . import _torch_version as _torch_version  # for the sake of its import: it refuses a torch that is too old
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -203,12 +205,13 @@ def new_group(name: str, ranks: list[int], *, backend: str, timeout: timedelta) 
     """
     from torch.distributed import distributed_c10d as c10d
 
-    world, make = c10d._world, c10d._new_process_group_helper
+    world = c10d._world
+    make: Any = c10d._new_process_group_helper  # Any: only newer versions have a type for names, which are strings
     everyone = c10d._get_default_group()
     rank, (_, store) = ranks.index(everyone.rank()), world.pg_map[everyone]
     options: Any = {"timeout": timeout, "device_id": everyone.bound_device_id}
     group: Any
-    group, _ = make(len(ranks), rank, ranks, c10d.Backend(backend), store, c10d.GroupName(name), **options)
+    group, _ = make(len(ranks), rank, ranks, c10d.Backend(backend), store, name, **options)
     world.pg_group_ranks[group] = {member: number for number, member in enumerate(ranks)}
     made: ProcessGroup = group
     return made
