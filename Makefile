@@ -12,7 +12,7 @@ CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 NUMBA_CPU_NAME=gene
 ARITHMETIC := $(addprefix tests/test_,$(addsuffix .py,same_as_torch options dtypes backends nonfinite clip arrays \
 	deferred_options deferred_dtypes deferred_backends row_steps))
 
-.PHONY: demo test check cpus old-cpu stress integration clients format bench clean clean-cache
+.PHONY: demo test check cpus old-cpu stress versions integration clients format bench clean clean-cache
 
 demo: $(READY)
 	$(BIN)/rowstep demo
@@ -42,6 +42,11 @@ old-cpu: $(READY)
 stress: $(READY)
 	ROWSTEP_LONG=1 $(BIN)/pytest -n 2 --dist worksteal
 
+# The core tests with the oldest torch that we support, the newest and two in between, each in a fresh environment of
+# several GB; writes docs/versions.md. TORCH=2.8.0 tries that one only.
+versions:
+	$(PYTHON) tools/versions.py $(TORCH)
+
 # Training with other people's packages, in an environment of its own.
 integration: $(INTEGRATION)/.ready
 	ROWSTEP_INTEGRATION=1 $(INTEGRATION)/bin/pytest tests/integration
@@ -57,7 +62,8 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks
 
-# torch is named with its version: a plain `torch` resolves to a build with several GB of GPU libraries.
+# The pinned torch is the version that the tests ran with. On Linux, PyPI's build of it brings several GB of CUDA packages;
+# pip takes a build for the CPU alone where it is given one (--find-links or --extra-index-url, in pip's configuration).
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0 -e '.[dev]'
@@ -81,5 +87,5 @@ clean-cache:
 	find src benchmarks -name '*.nb[ic]' -delete
 
 clean:
-	rm -rf $(VENV) $(INTEGRATION) $(CLIENTS) out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* out .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,98 @@
+"""What ``make versions`` makes of the runs that it starts."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tools import versions
+from tools.versions import COLUMNS, PAGE, Outcome, counted, table, try_version, with_table, without_torch
+
+GOOD = Outcome(("2.8.0", "3.11.7", "0.68.1", "2.4.6"), passed=90, failed=0, skipped=2, seconds=61.7)
+
+
+def test_the_report_is_counted() -> None:
+    suites = '<testsuite name="pytest" errors="1" failures="2" skipped="4" tests="100" time="9.5"></testsuite>'
+    assert counted(f'<?xml version="1.0"?><testsuites>{suites}</testsuites>') == (93, 3, 4)
+
+
+def test_only_torch_is_free_of_its_constraint() -> None:
+    text = (versions.ROOT / "constraints.txt").read_text(encoding="utf-8")
+    lines = text.splitlines()
+    assert (
+        set(lines) - set(without_torch(text).splitlines())
+        == {line for line in lines if line.startswith("torch==")}
+        != set()
+    )
+
+
+def test_a_line_for_each_version() -> None:
+    missing = Outcome(("newest", "", "", ""), code=1)
+    head, _, first, second = table([GOOD, missing]).splitlines()
+    assert head == f"| {' | '.join(COLUMNS)} |"
+    assert first == "| 2.8.0 | 3.11.7 | 0.68.1 | 2.4.6 | 90 | 0 | 2 | 62 |"
+    assert second == "| newest |  |  |  |  | did not run |  |  |"
+
+
+def test_the_page_has_a_table_to_replace() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    new = with_table(page, table([GOOD]))
+    assert table([GOOD]) in new
+    assert new.splitlines()[0] == page.splitlines()[0]
+    assert new.splitlines()[-1] == page.splitlines()[-1]
+    assert new.count("| torch |") == 1
+    with pytest.raises(ValueError, match="has no table to replace"):
+        with_table("# A page without one\n", table([GOOD]))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "is_good"),
+    [
+        (GOOD, True),
+        (GOOD._replace(failed=1), False),
+        (GOOD._replace(code=1), False),
+        (GOOD._replace(passed=0), False),
+    ],
+)
+def test_what_counts_as_good(outcome: Outcome, is_good: bool) -> None:
+    assert outcome.is_good is is_good
+
+
+def test_a_version_that_cannot_be_installed_is_a_failure_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_half_way(version: str) -> str:
+        (tmp_path / "environment").mkdir()
+        raise subprocess.CalledProcessError(3, ["pip", "install", version])
+
+    monkeypatch.setattr(versions, "ENVIRONMENT", tmp_path / "environment")
+    monkeypatch.setattr(versions, "make_environment", fail_half_way)
+    outcome = try_version("0.0.1")
+    assert outcome == Outcome(("0.0.1", "", "", ""), code=3)
+    assert not outcome.is_good
+    assert not (tmp_path / "environment").exists()
+
+
+def test_the_others_are_tried_after_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes = {"2.8.0": GOOD._replace(failed=1), "2.10.0": GOOD._replace(versions=("2.10.0", "3.11.7", "", ""))}
+    monkeypatch.setattr(versions, "try_version", lambda version: outcomes[version])
+    assert versions.main(["2.8.0", "2.10.0"]) == 1
+    shown = capsys.readouterr()
+    assert "| 2.10.0 |" in shown.out
+    assert shown.err == "failed with torch 2.8.0\n"
+    assert versions.main(["2.10.0"]) == 0
+
+
+def test_only_a_run_of_all_versions_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "versions.md"
+    page.write_text("| torch |\n|---|\n\nend\n")
+    monkeypatch.setattr(versions, "PAGE", page)
+    monkeypatch.setattr(versions, "try_version", lambda version: GOOD._replace(versions=(version, "", "", "")))
+    assert versions.main(["2.8.0"]) == 0
+    assert page.read_text() == "| torch |\n|---|\n\nend\n"
+    assert versions.main([]) == 0
+    assert [line.split(" ")[1] for line in page.read_text().splitlines()[2:6]] == list(versions.VERSIONS)

@@ -1,0 +1,1 @@
+"""What developers run from a checkout. None of it is part of the package."""
