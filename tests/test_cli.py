@@ -4,14 +4,36 @@ from __future__ import annotations
 
 import builtins
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import rowstep
 from pictures import is_png
 from rowstep.cli import main
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"rowstep {rowstep.__version__}\n"
+
+
+def test_python_m_rowstep_is_the_same_command() -> None:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        command = [sys.executable, "-m", "rowstep", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout, done.stderr
+
+    assert run("--version") == (0, f"rowstep {rowstep.__version__}\n", "")
+    code, shown, error = run("no-such-command")
+    assert (code, shown) == (2, "")
+    assert error.startswith("usage: rowstep ")
 
 
 def test_demo_shows_neighbours_and_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

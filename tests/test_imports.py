@@ -32,7 +32,7 @@ LAYERS = {
     "deferred": Layer(("_deferred",), may_import=("plain", "tensors", "backends", "core")),
     "public": Layer(("",), may_import=("core", "deferred")),
     "distributed": Layer(("distributed",), may_import=("tensors", "core")),
-    "cli": Layer(("cli",), may_import=("arrays", "tensors", "core", "public")),
+    "cli": Layer(("__main__", "cli"), may_import=("kernels", "arrays", "tensors", "backends", "core", "public")),
 }
 
 NOWHERE = ("unittest", "tests", "benchmarks")

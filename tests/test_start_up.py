@@ -21,6 +21,19 @@ def test_the_public_names_do_not_import_torchs_compiler() -> None:
     assert python(source) == "True False"
 
 
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["warm-up", "--help"]])
+def test_the_command_line_answers_without_torch_and_numba(arguments: list[str]) -> None:
+    source = """
+import sys
+from rowstep.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    print(end.code, 'torch' in sys.modules, 'numba' in sys.modules, 'rich' in sys.modules)
+"""
+    assert python(source, *arguments).splitlines()[-1] == "0 False False False"
+
+
 # Nothing has called `step` or watched a lookup before: what hides them from the compiler is made while it traces.
 FIRST_STEP_IN_COMPILED_CODE = """
 import sys

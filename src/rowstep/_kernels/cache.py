@@ -19,7 +19,7 @@ import sys
 import uuid
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import llvmlite
 import numba
@@ -40,6 +40,22 @@ _CHECKSUM = hashlib.sha256
 _CHECKSUM_SIZE = _CHECKSUM().digest_size
 
 _has_warned = False
+
+
+class Record(NamedTuple):
+    """How this process came by a kernel, at its first call with certain types."""
+
+    name: str
+    path: Path | None
+    """Its file; None if it could not be saved."""
+    was_loaded: bool
+    """If not, it was compiled."""
+    trouble: str = ""
+    """Why it could not be saved."""
+
+
+records: list[Record] = []
+"""In the order of the calls. What `rowstep warm-up` tells comes from here."""
 
 
 def kernel(function: Any) -> Any:
@@ -80,7 +96,9 @@ class KernelCache:
             except Exception:
                 continue
             try:
-                return _unpacked(content, target_context)
+                loaded = _unpacked(content, target_context)
+                records.append(Record(self._name, path, was_loaded=True))
+                return loaded
             except Exception:
                 # A damaged file. If it cannot be removed either, it is compiled anew every time.
                 _remove(path)
@@ -94,10 +112,13 @@ class KernelCache:
                 name = self._file_name(signature, compiled.codegen)
                 _write(directory, name, _packed(compiled))
                 self._remove_older(directory)
+                records.append(Record(self._name, directory / name, was_loaded=False))
                 return
             except Exception as error:
                 reasons.append(str(error))
-        _warn_once("; ".join(reasons))
+        trouble = "; ".join(reasons)
+        records.append(Record(self._name, None, was_loaded=False, trouble=trouble))
+        _warn_once(trouble)
 
     def flush(self) -> None:
         """Forget the kernels of this function: what ``Dispatcher.recompile`` asks for."""

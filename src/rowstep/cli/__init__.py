@@ -1,8 +1,9 @@
 """The command line: `rowstep demo` shows the optimizer at work, `rowstep bench` times it, `rowstep inspect` shows
-what a checkpoint holds.
+what a checkpoint holds, `rowstep warm-up` compiles kernels ahead.
 
-Each command is a package with `ABOUT`, `add_arguments(parser)` and `run(arguments) -> exit code`. The commands draw
-with rich and matplotlib, which come with the extra `cli`; nothing else in rowstep needs them.
+Each command is a package with `ABOUT`, `add_arguments(parser)` and `run(arguments) -> exit code`. The first three draw
+with rich and matplotlib, which come with the extra `cli`; nothing else in rowstep needs them. Nothing heavy is imported
+before a command runs: `rowstep --version` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rowstep.cli import _bench, _demo, _inspect
+from rowstep import __version__
+from rowstep.cli import _bench, _demo, _inspect, _warm_up
 from rowstep.cli.extras import MissingExtraError
 
-_COMMANDS = {"demo": _demo, "bench": _bench, "inspect": _inspect}
+_COMMANDS = {"demo": _demo, "bench": _bench, "inspect": _inspect, "warm-up": _warm_up}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rowstep", description="Adam for embedding tables.")
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser.add_argument("--version", action="version", version=f"rowstep {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, command in _COMMANDS.items():
         about = command.ABOUT
         command.add_arguments(commands.add_parser(name, help=about, description=about))

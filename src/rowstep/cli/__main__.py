@@ -1,5 +1,0 @@
-import sys
-
-from rowstep.cli import main
-
-sys.exit(main())

@@ -1,0 +1,173 @@
+"""`rowstep warm-up`: after it, the first steps of usual programs compile nothing; where it cannot help, it says so."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rowstep._kernels import cache
+from rowstep.cli import main
+from rowstep.cli._warm_up import training
+
+WARM_UP = """
+import sys
+from rowstep.cli import main
+from rowstep._kernels import cache
+code = main(["warm-up"])
+print(*(record.path for record in cache.records), sep="\\n", file=sys.stderr)
+sys.exit(code)
+"""
+
+USUAL_PROGRAMS = """
+import rowstep, torch
+from numba.core import event
+from torch import nn
+compiled = []
+
+class Listener(event.Listener):
+    def on_start(self, started):
+        compiled.append(started.data["dispatcher"].__qualname__)
+
+    def on_end(self, ended):
+        pass
+
+def train(optimizer_class, ids_dtype, batch):
+    table = nn.Embedding(5000, 32, sparse=True, padding_idx=0)
+    bag = nn.EmbeddingBag(5000, 32, sparse=True, mode="mean")
+    head = nn.Linear(32, 1)
+    model = nn.ModuleList([table, bag, head])
+    optimizer = optimizer_class(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for step in range(3):
+        ids = torch.randint(5000, (batch, 4), dtype=ids_dtype)
+        optimizer.zero_grad()
+        head(table(ids).sum(1) + bag(ids)).square().mean().backward()
+        rowstep.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        schedule.step()
+    table.weight.grad = table.weight.grad.coalesce()
+    optimizer.step()
+    model.state_dict(), optimizer.state_dict()
+
+with event.install_listener("numba:compile", Listener()):
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for optimizer_class in (rowstep.SparseAdam, rowstep.DeferredAdam, rowstep.DeferredAdamW):
+            for batch in (8, 2000):
+                train(optimizer_class, torch.int64, batch)
+            train(optimizer_class, torch.int32, 2000)
+
+from rowstep._kernels import cache
+print(len(cache.records), compiled)
+"""
+
+
+def python(source: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", source]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
+
+
+def test_after_it_the_first_steps_of_usual_programs_compile_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ROWSTEP_BACKEND", raising=False)
+    # In the cache of the tests, where most of it may have been compiled before: alone that takes a quarter of a minute.
+    done = python(WARM_UP)
+    assert done.returncode == 0, done.stderr
+    paths = [Path(line) for line in done.stderr.splitlines()]
+    assert paths[0].is_file()
+    for line, name in zip(done.stdout.splitlines(), ("SparseAdam", "DeferredAdam", "DeferredAdamW"), strict=False):
+        assert line.startswith(f"{name} ")
+        assert "float32" in line
+    assert f"{len(set(paths))} kernels" in done.stdout
+    assert str(paths[0].parent) in done.stdout
+    # A cache with what it names and nothing else.
+    folder = tmp_path / paths[0].parent.name
+    folder.mkdir()
+    for path in paths:
+        shutil.copy(path, folder)
+    done = python(USUAL_PROGRAMS, NUMBA_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{len(set(paths))} []\n"  # and all that it has compiled is needed
+    assert {path.name for path in folder.iterdir()} == {path.name for path in paths}
+
+
+@pytest.fixture
+def small_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of the trainings a kernel that compiles in no time."""
+
+    def on_pool(x: Any) -> Any:
+        return x + 1
+
+    def run(name: str, dtype: object) -> None:
+        assert cache.kernel(on_pool)(1) == 2
+
+    monkeypatch.setattr(training, "run", run)
+    monkeypatch.setattr(cache, "records", [])
+    monkeypatch.setattr(cache, "_has_warned", False)
+    monkeypatch.delenv("ROWSTEP_BACKEND", raising=False)
+
+
+@pytest.mark.usefixtures("small_kernel")
+def test_each_optimizer_and_dtype_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cache, "directories", lambda: [tmp_path / "kernels"])
+    assert main(["warm-up", "--dtype", "float64", "bfloat16", "float64"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:6] for line in lines[:6]] == [
+        [name, dtype, "1" if first else "0", "compiled,", "0" if first else "1", "loaded"]
+        for dtype in ("float64", "bfloat16")
+        for name in ("SparseAdam", "DeferredAdam", "DeferredAdamW")
+        for first in [(dtype, name) == ("float64", "SparseAdam")]
+    ]
+    assert lines[6].startswith("1 kernels, ")
+    assert lines[6].endswith(f" in {tmp_path / 'kernels'}")
+    assert lines[7].startswith("They took ")
+    assert len(lines) == 8
+
+
+@pytest.mark.usefixtures("small_kernel")
+def test_where_nothing_can_be_saved_it_says_so_and_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(cache, "directories", lambda: [tmp_path / "file" / "kernels"])
+    assert main(["warm-up"]) == 1
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert "cannot be saved" in shown.err
+    assert str(tmp_path / "file") in shown.err
+    assert "NUMBA_CACHE_DIR" in shown.err
+
+
+def test_a_numba_that_does_not_ask_the_cache(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("ROWSTEP_BACKEND", raising=False)
+    monkeypatch.setattr(training, "run", lambda name, dtype: None)
+    assert main(["warm-up"]) == 1
+    assert "did not ask for kernels on disk" in capsys.readouterr().err
+
+
+def test_where_the_reference_runs_there_is_nothing_to_compile(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import numba
+
+    monkeypatch.setenv("ROWSTEP_BACKEND", "reference")
+    assert main(["warm-up"]) == 1
+    assert "ROWSTEP_BACKEND is 'reference'" in capsys.readouterr().err
+    monkeypatch.delenv("ROWSTEP_BACKEND")
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", True)
+    assert main(["warm-up"]) == 1
+    assert "NUMBA_DISABLE_JIT" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert main(["warm-up"]) == 1
+    assert "Numba cannot be imported" in capsys.readouterr().err
