@@ -12,7 +12,7 @@ CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 NUMBA_CPU_NAME=gene
 ARITHMETIC := $(addprefix tests/test_,$(addsuffix .py,same_as_torch options dtypes backends nonfinite clip arrays \
 	deferred_options deferred_dtypes deferred_backends row_steps))
 
-.PHONY: demo test check cpus old-cpu stress versions integration clients format bench clean clean-cache
+.PHONY: demo test check cpus old-cpu stress versions integration clients format bench dist clean clean-cache
 
 demo: $(READY)
 	$(BIN)/rowstep demo
@@ -62,6 +62,10 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks
 
+# What would be published, in dist/: built, checked, and used from an empty environment.
+dist:
+	$(PYTHON) tools/dist.py
+
 # The pinned torch is the version that the tests ran with. On Linux, PyPI's build of it brings several GB of CUDA packages;
 # pip takes a build for the CPU alone where it is given one (--find-links or --extra-index-url, in pip's configuration).
 $(READY): pyproject.toml constraints.txt
@@ -87,5 +91,5 @@ clean-cache:
 	find src benchmarks -name '*.nb[ic]' -delete
 
 clean:
-	rm -rf .venv .venv-* out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* out dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ._rows import select_rows_ as select_rows_
     from ._sparse_adam import SparseAdam as SparseAdam
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Where each public name lives. Imported when it is first asked for, so that what needs no torch does not import it.
 _HOME = {
