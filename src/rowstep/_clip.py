@@ -31,13 +31,38 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients together so that their norm is at most ``max_norm``. Return the norm before scaling.
 
-    Like :func:`torch.nn.utils.clip_grad_norm_`, for sparse and dense gradients. ``foreach`` applies to the dense ones.
-    ``param.grad`` stays the same object, and each gradient is scaled once, even if parameters share one or several
-    gradients share memory. A dense gradient is scaled in place. A sparse one may get a new values tensor, so that other
-    tensors that share the old one, such as what was passed to ``backward``, do not change.
+    Like torch.nn.utils.clip_grad_norm_, for sparse and dense gradients:
+
+        norm = (Σ |g|^norm_type) ^ (1 / norm_type)         over all elements of all gradients
+        g ← g · min(1, max_norm / (norm + 1e-6))
+
+    The norm of a sparse gradient is that of what it sums to. ``param.grad`` stays the same object, and each gradient is
+    scaled once, even if parameters share one or several gradients share memory. A dense gradient is scaled in place. A
+    sparse one may get a new values tensor, so that other tensors that share the old one, such as what was passed to
+    ``backward``, do not change.
 
     For a sharded table, the norm covers the rows of all ranks, and every rank of its group must make this call. Other
     gradients are assumed to be the same on every rank, as under DistributedDataParallel.
+
+    Args:
+        parameters: a Tensor, or Tensors, whose gradients to scale.
+        max_norm: the largest norm that is left as it is.
+        norm_type: the order of the norm; may be ``inf``.
+        error_if_nonfinite: raise RuntimeError if the norm is NaN or infinite.
+        foreach: how torch scales the dense gradients.
+
+    Returns:
+        The norm before scaling.
+
+    Examples:
+        >>> import torch
+        >>> from rowstep import clip_grad_norm_
+        >>> table = torch.nn.Embedding(10, 4, sparse=True)
+        >>> table(torch.tensor([1, 1])).sum().backward()  # row 1 has the gradient 2, four times
+        >>> clip_grad_norm_(table.parameters(), max_norm=1.0)
+        tensor(4.)
+        >>> table.weight.grad.to_dense()[1]
+        tensor([0.5000, 0.5000, 0.5000, 0.5000])
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -59,8 +84,23 @@ def clip_grad_norm_(
 def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, foreach: bool | None = None) -> None:
     """Clamp every element of every gradient to [-clip_value, clip_value].
 
-    Like :func:`torch.nn.utils.clip_grad_value_`, for sparse and dense gradients. Duplicates in a sparse gradient are
-    summed before clamping, so the gradient is coalesced afterwards. ``param.grad`` stays the same object.
+    Like torch.nn.utils.clip_grad_value_, for sparse and dense gradients. Duplicates in a sparse gradient are summed
+    before clamping, so the gradient is coalesced afterwards. ``param.grad`` stays the same object.
+
+    Args:
+        parameters: a Tensor, or Tensors, whose gradients to clamp.
+        clip_value: the largest absolute value that is left as it is.
+        foreach: how torch clamps the dense gradients.
+
+    Examples:
+        >>> import torch
+        >>> from rowstep import clip_grad_value_
+        >>> table = torch.nn.Embedding(10, 2, sparse=True)
+        >>> table(torch.tensor([1, 1, 3])).sum().backward()  # 2 in row 1, 1 in row 3
+        >>> clip_grad_value_(table.parameters(), clip_value=1.5)
+        >>> table.weight.grad.to_dense()[[1, 3]]
+        tensor([[1.5000, 1.5000],
+                [1.0000, 1.0000]])
     """
     clip_value = float(clip_value)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)

@@ -86,7 +86,11 @@ class RowOptimizer(Optimizer):
         check_group(group, where, zero_eps_allowed=self._zero_allowed)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, with the same checks as the constructor. A refused group is not added."""
+        """Add a group, with the same checks as the constructor. A refused group is not added.
+
+        Args:
+            param_group: its ``params``, and options that differ from the optimizer's own.
+        """
         super().add_param_group(param_group)
         try:
             where = f" in group {len(self.param_groups) - 1}"
@@ -109,7 +113,16 @@ class RowOptimizer(Optimizer):
     @never_compiled  # type: ignore[untyped-decorator]  # dynamo leaves only torch's own optimizers alone
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Perform one step. Return the result of ``closure``, if given."""
+        """Perform one step. Return the result of ``closure``, if given.
+
+        Every gradient, option and state is checked before anything is written: an error changes nothing.
+
+        Args:
+            closure: computes the loss and its gradients anew, and returns the loss.
+
+        Returns:
+            What ``closure`` returns, or None.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -284,19 +297,63 @@ class RowOptimizer(Optimizer):
 
     @torch.no_grad()
     def grow(self, param: Tensor, rows: int, init: Init = torch.nn.init.normal_) -> None:
-        """Append ``rows`` rows to ``param``. ``init`` is their weights, or a function that fills or returns them."""
+        """Append rows to ``param``. The parameter stays the same object; new rows have the state of rows never seen.
+
+        Args:
+            param: a parameter of this optimizer.
+            rows: how many to append.
+            init: their weights, or a function that fills or returns them.
+
+        Examples:
+            >>> import torch
+            >>> from rowstep import SparseAdam
+            >>> table = torch.nn.Embedding(3, 2, sparse=True)
+            >>> optimizer = SparseAdam(table.parameters())
+            >>> optimizer.grow(table.weight, 2, init=torch.zeros(2, 2))
+            >>> table.weight.shape, table.weight[4]
+            (torch.Size([5, 2]), tensor([0., 0.], grad_fn=<SelectBackward0>))
+        """
         self._operate(param, lambda state: _rows.grow(param, state, rows, init, self._steps_of_rows(param, state)))
 
     @torch.no_grad()
     def keep_rows(self, param: Tensor, mask_or_ids: Tensor) -> None:
-        """Keep only the rows of ``param`` selected by a mask or a list of ids, in that order."""
+        """Keep only some rows of ``param``, with their weights and state, and drop the others.
+
+        Args:
+            param: a parameter of this optimizer.
+            mask_or_ids: a boolean mask over all rows, or distinct row numbers in the order to keep them in.
+
+        Examples:
+            >>> import torch
+            >>> from rowstep import SparseAdam
+            >>> table = torch.nn.Embedding(5, 2, sparse=True)
+            >>> optimizer = SparseAdam(table.parameters())
+            >>> optimizer.keep_rows(table.weight, torch.tensor([4, 0]))
+            >>> table.weight.shape
+            torch.Size([2, 2])
+        """
         self._group_of(param)
         rows = _rows.named_rows(param, mask_or_ids)
         self._operate(param, lambda state: _rows.keep(param, state, rows))
 
     @torch.no_grad()
     def permute_rows(self, param: Tensor, order: Tensor) -> None:
-        """Reorder the rows of ``param``: the new row i is the old row ``order[i]``."""
+        """Reorder the rows of ``param`` and of its state: the new row i is the old row ``order[i]``.
+
+        Args:
+            param: a parameter of this optimizer.
+            order: every row number once.
+
+        Examples:
+            >>> import torch
+            >>> from rowstep import SparseAdam
+            >>> table = torch.nn.Embedding(3, 2, sparse=True)
+            >>> optimizer = SparseAdam(table.parameters())
+            >>> last = table.weight[2].detach().clone()
+            >>> optimizer.permute_rows(table.weight, torch.tensor([2, 0, 1]))
+            >>> torch.equal(table.weight[0], last)
+            True
+        """
         self._group_of(param)
         if isinstance(order, Tensor) and order.dtype == torch.bool:
             raise ValueError("order is boolean; expected integer row numbers. To drop rows, use keep_rows")
@@ -307,7 +364,23 @@ class RowOptimizer(Optimizer):
 
     @torch.no_grad()
     def reset_rows(self, param: Tensor, ids: Tensor) -> None:
-        """Reset the optimizer state of these rows of ``param``: moments and counts become 0. Weights stay."""
+        """Reset the optimizer state of some rows of ``param``: moments and counts become 0. Weights stay.
+
+        Args:
+            param: a parameter of this optimizer.
+            ids: a boolean mask over all rows, or distinct row numbers.
+
+        Examples:
+            >>> import torch
+            >>> from rowstep import SparseAdam
+            >>> table = torch.nn.Embedding(3, 2, sparse=True)
+            >>> optimizer = SparseAdam(table.parameters())
+            >>> table(torch.tensor([0, 1])).sum().backward()
+            >>> optimizer.step()
+            >>> optimizer.reset_rows(table.weight, torch.tensor([1]))
+            >>> optimizer.state[table.weight]["exp_avg"][:, 0]
+            tensor([0.1000, 0.0000, 0.0000])
+        """
         self._group_of(param)
         rows = _rows.named_rows(param, ids)
         self._operate(param, lambda state: _rows.reset(state, rows, self._steps_of_rows(param, state)))
@@ -384,7 +457,11 @@ class RowOptimizer(Optimizer):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state dict of this class or of the torch classes that it replaces.
 
-        Options missing from the saved groups (in torch's, all of our own) keep this optimizer's values.
+        Options missing from the saved groups (in torch's, all of our own) keep this optimizer's values. A state that
+        cannot be loaded raises, and nothing changes.
+
+        Args:
+            state_dict: what ``state_dict()`` has returned.
         """
         given: StateDict = {}
         own_groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]

@@ -126,6 +126,19 @@ def select_rows_(param: Tensor, mask_or_ids: Tensor) -> None:
 
     Use this if you know which rows a gradient concerns. The values are not inspected: a given row counts as touched
     even if its gradient is zero.
+
+    Args:
+        param: a Tensor with a dense gradient.
+        mask_or_ids: a boolean mask over all rows, or distinct row numbers.
+
+    Examples:
+        >>> import torch
+        >>> from rowstep import select_rows_
+        >>> weight = torch.nn.Parameter(torch.ones(5, 2))
+        >>> weight[[1, 3]].sum().backward()  # the gradient of an indexed read is dense
+        >>> select_rows_(weight, torch.tensor([1, 3]))
+        >>> weight.grad.is_sparse, weight.grad._indices()
+        (True, tensor([[1, 3]]))
     """
     grad = param.grad
     if grad is None or grad.is_sparse:

@@ -22,19 +22,29 @@ from ._state import MOMENTS, State, ensure_moments, has_moments
 
 
 class SparseAdam(RowOptimizer):
-    r"""Adam for models with sparse gradients: one optimizer for embedding tables and everything else.
+    """Adam for models with sparse gradients: one optimizer for embedding tables and everything else.
 
-    A parameter with a sparse gradient steps exactly as under :class:`torch.optim.SparseAdam`: only the rows that the
-    gradient names change, in the parameter and in both moments. A parameter with a dense gradient steps exactly as
-    under :class:`torch.optim.Adam`. A parameter without a gradient is left alone. State dicts load both ways between
-    this class and both of torch's.
+    A parameter with a sparse gradient steps exactly as under torch.optim.SparseAdam: only the rows that the gradient
+    names change, in the parameter and in both moments. A parameter with a dense gradient steps exactly as under
+    torch.optim.Adam. A parameter without a gradient is left alone. State dicts load both ways between this class and
+    both of torch's.
+
+    For the summed gradient g of a row, at the parameter's step t:
+
+        m ← m + (1 - β₁)(g - m)
+        v ← v + (1 - β₂)(g² - v)
+        p ← p - lr · √(1 - β₂ᵗ) / (1 - β₁ᵗ) · m / (√v + ε)
+
+    Moments are kept in the parameter's dtype, unless ``state_dtype`` says otherwise. For 16-bit parameters the
+    arithmetic runs in float32. ``second_moment`` and ``state_dtype`` concern tables: parameters whose gradients are
+    sparse, or made so by ``force_sparse``. What is kept for other parameters is as in torch.
 
     Args:
         params: parameters, named parameters, or dicts that define groups, as for any torch optimizer.
         lr: learning rate, a number or a one-element Tensor.
-        betas: decay rates of the two moments.
-        eps: added to the uncorrected :math:`\sqrt{v}` of a sparse gradient (as torch.optim.SparseAdam does) and to
-            the bias-corrected one of a dense gradient (as torch.optim.Adam does).
+        betas: decay rates β₁ and β₂ of the two moments.
+        eps: ε, added to the uncorrected √v of a sparse gradient (as torch.optim.SparseAdam does) and to the
+            bias-corrected one of a dense gradient (as torch.optim.Adam does).
         maximize: step up the gradient instead of down.
         weight_decay: L2 penalty added to the gradient. In a table, it applies only to touched rows.
         decoupled_weight_decay: shrink the weights themselves, as AdamW does. In a table, only touched rows shrink.
@@ -43,9 +53,9 @@ class SparseAdam(RowOptimizer):
             touched.
         bias_correction: ``"global"`` corrects by the parameter's step count, as torch does. ``"row"`` counts each row's
             own steps, so a row first seen late moves by lr. Global correction moves such a row by up to
-            :math:`(1-\beta_1)/\sqrt{1-\beta_2}` times lr.
+            (1 - β₁) / √(1 - β₂) times lr.
         nonfinite: what to do with a row whose summed gradient is not finite. ``"propagate"`` steps it, as torch does;
-            ``"skip"`` leaves the row unchanged and counts it in :attr:`skipped_rows`; ``"raise"`` raises
+            ``"skip"`` leaves the row unchanged and counts it in ``skipped_rows``; ``"raise"`` raises
             FloatingPointError before anything is written. In a dense gradient, a row is a slice along the first
             dimension.
         second_moment: what tables keep of squared gradients: ``"element"`` one number per weight, ``"row"`` one per
@@ -55,12 +65,21 @@ class SparseAdam(RowOptimizer):
             down at random, so that small changes are not lost. What is kept per row is at least float32.
         stochastic_rounding: round weights of 16 bits at random as well.
         seed: of random rounding. The same seed gives the same numbers, for any number of threads or ranks.
-        foreach, fused: how torch steps parameters with dense gradients; by default fused where that is safe.
-        capturable, differentiable: refused if True.
+        foreach: how torch steps parameters with dense gradients.
+        fused: likewise; by default fused where that is safe.
+        capturable: refused if True.
+        differentiable: refused if True.
 
-    Moments are kept in the parameter's dtype, unless ``state_dtype`` says otherwise. For 16-bit parameters the
-    arithmetic runs in float32. ``second_moment`` and ``state_dtype`` concern tables: parameters whose gradients are
-    sparse, or made so by ``force_sparse``. What is kept for other parameters is as in torch.
+    Examples:
+        >>> import torch
+        >>> from rowstep import SparseAdam
+        >>> table, top = torch.nn.Embedding(1000, 8, sparse=True), torch.nn.Linear(8, 1)
+        >>> optimizer = SparseAdam([*table.parameters(), *top.parameters()], lr=0.01)
+        >>> before = table.weight.detach().clone()
+        >>> top(table(torch.tensor([3, 5, 3]))).sum().backward()
+        >>> optimizer.step()
+        >>> (table.weight != before).any(1).nonzero().flatten()  # only these rows have moved
+        tensor([3, 5])
     """
 
     skipped_rows: int
@@ -217,6 +236,10 @@ class SparseAdam(RowOptimizer):
         return self._row_steps.before_new_rows(param, state) if is_by_row else None
 
     def allocate_state(self) -> None:
+        """Allocate the state of every parameter now instead of at its first step, so that checkpoints can load into it.
+
+        Optimizers of sharded tables do this when they are created.
+        """
         super().allocate_state()
         for group in self.param_groups:
             if group["bias_correction"] == "row":

@@ -37,6 +37,29 @@ def to_torch(optimizer: RowOptimizer) -> StateDict:
     A warning says what had to be written out. Options that torch does not know are left out.
 
     The optimizer is not changed. What is written out takes memory: eight bytes a weight in float32.
+
+    Args:
+        optimizer: a ``SparseAdam``, ``DeferredAdam`` or ``DeferredAdamW``.
+
+    Returns:
+        A state dict with torch's slots and options.
+
+    Examples:
+        >>> import warnings
+        >>> import torch
+        >>> import rowstep
+        >>> table = torch.nn.Embedding(100, 8, sparse=True)
+        >>> optimizer = rowstep.SparseAdam(table.parameters(), second_moment="row", betas=(0, 0.999))
+        >>> table(torch.tensor([1])).sum().backward()
+        >>> optimizer.step()
+        >>> sorted(optimizer.state[table.weight])
+        ['exp_avg_sq_row', 'step']
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore")  # it says what it writes out
+        ...     state_dict = rowstep.checkpoint.to_torch(optimizer)
+        >>> sorted(state_dict["state"][0])
+        ['exp_avg', 'exp_avg_sq', 'step']
+        >>> torch.optim.SparseAdam(table.parameters()).load_state_dict(state_dict)
     """
     if not isinstance(optimizer, RowOptimizer):
         raise TypeError(

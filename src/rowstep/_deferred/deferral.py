@@ -31,7 +31,29 @@ Options = tuple[tuple[float, float], float, bool, str, torch.dtype | None, bool,
 
 
 class StaleRowsError(RuntimeError):
-    """A gradient names rows that were not up to date when they were read. Nothing was changed."""
+    """A gradient names rows that were not up to date when they were read. Nothing was changed.
+
+    The deferred optimizers raise it in ``step()``. The rows were read before the last step, or in a way that torch does
+    not show: through an alias, in a scripted module, in a functorch transform. Call ``catch_up`` or ``flush`` before
+    such a read.
+
+    Examples:
+        >>> import torch
+        >>> from rowstep import DeferredAdam, StaleRowsError
+        >>> table = torch.nn.Embedding(10, 2, sparse=True)
+        >>> optimizer = DeferredAdam(table.parameters())
+        >>> for row in (1, 2):
+        ...     optimizer.zero_grad()
+        ...     table(torch.tensor([row])).sum().backward()
+        ...     optimizer.step()
+        >>> gradient = torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (10, 2), check_invariants=True)
+        >>> table.weight.grad = gradient  # but nobody has read row 1
+        >>> try:
+        ...     optimizer.step()
+        ... except StaleRowsError:
+        ...     print("row 1 was not up to date")
+        row 1 was not up to date
+    """
 
 
 def new_schedule(options: Options, dtype: torch.dtype, taken: int) -> Schedule:

@@ -39,25 +39,36 @@ _WAYS_OUT = (
 
 
 class DeferredAdam(RowOptimizer):
-    r"""torch.optim.Adam, at the cost of the rows touched.
+    """torch.optim.Adam, at the cost of the rows touched.
 
-    The weights that a forward pass reads, and the flushed table, are those that :class:`torch.optim.Adam` would have
-    after the same steps with dense gradients. Rows without a gradient wait, and catch up in one update before they are
-    read. Parameters with dense gradients step exactly as in torch. See ``docs/deferred.md``.
+    The weights that a forward pass reads, and the flushed table, are those that torch.optim.Adam would have after the
+    same steps with dense gradients. Rows without a gradient wait, and catch up in one update before they are read.
+    Parameters with dense gradients step exactly as in torch. See ``docs/deferred.md``.
+
+    A row that was up to date at step s and has waited k steps takes all of dense Adam's moves at once:
+
+        p ← p - m · Σ wⱼ / (√v + eⱼ)         over j = 1 … k
+        m ← β₁ᵏ · m
+        v ← β₂ᵏ · v
+
+        wⱼ = lrₜ · √(1 - β₂ᵗ) / (1 - β₁ᵗ) · (β₁ / √β₂)ʲ         t = s + j
+        eⱼ = ε · √(1 - β₂ᵗ) · β₂^(-j/2)
 
     Args:
         params: parameters, named parameters or groups, as for any torch optimizer; or a module, for its parameters.
         lr: learning rate, a number or a one-element Tensor. Any schedule works, even one that changes at every step.
-        betas: decay rates of the two moments; beta1 must be below sqrt(beta2).
-        eps: added to the bias-corrected :math:`\sqrt{v}`. With sparse gradients it must be above 0.
+        betas: decay rates β₁ and β₂ of the two moments; β₁ must be below √β₂.
+        eps: ε, added to the bias-corrected √v. With sparse gradients it must be above 0.
         weight_decay: refused unless 0 or decoupled. L2 added to the gradient cannot be deferred.
         amsgrad: normalise by the largest second moment so far.
-        foreach, fused: how torch steps parameters with dense gradients; by default fused where that is safe.
+        foreach: how torch steps parameters with dense gradients.
         maximize: step up the gradient instead of down.
-        capturable, differentiable: refused if True.
-        decoupled_weight_decay: shrink the weights themselves, as :class:`DeferredAdamW` does.
+        capturable: refused if True.
+        differentiable: refused if True.
+        fused: as ``foreach``; by default fused where that is safe.
+        decoupled_weight_decay: shrink the weights themselves, as ``DeferredAdamW`` does.
         allow_stale: if a gradient's rows were not up to date when they were read, let them catch up inside the step
-            instead of raising :class:`StaleRowsError`. Those gradients belong to weights that lack the momentum (and
+            instead of raising ``StaleRowsError``. Those gradients belong to weights that lack the momentum (and
             weight decay) of the steps the row has waited, so the run is no longer dense Adam's, though close to it if
             rows recur often.
         second_moment: what tables keep of squared gradients: ``"element"`` one number per weight, ``"row"`` one per
@@ -68,6 +79,22 @@ class DeferredAdam(RowOptimizer):
             down at random, so that small changes are not lost. What is kept per row is at least float32.
         stochastic_rounding: round weights of 16 bits at random as well.
         seed: of random rounding. The same seed gives the same numbers, for any number of threads or ranks.
+
+    Examples:
+        >>> import torch
+        >>> from rowstep import DeferredAdam
+        >>> def trained(make, sparse):
+        ...     torch.manual_seed(0)
+        ...     table = torch.nn.Embedding(50, 4, sparse=sparse, dtype=torch.float64)
+        ...     optimizer = make(table.parameters())
+        ...     for _ in range(30):
+        ...         optimizer.zero_grad()
+        ...         table(torch.randint(0, 50, (8,))).square().sum().backward()
+        ...         optimizer.step()
+        ...     return table.weight.detach()
+        >>> dense = trained(torch.optim.Adam, sparse=False)
+        >>> torch.allclose(trained(DeferredAdam, sparse=True), dense, rtol=0, atol=1e-13)
+        True
     """
 
     def __init__(
@@ -147,7 +174,11 @@ class DeferredAdam(RowOptimizer):
     # Reading
 
     def attach(self, module: nn.Module) -> None:
-        """Not needed any more: it only checks that ``module`` has a parameter of this optimizer."""
+        """Check that ``module`` has a parameter of this optimizer. Nothing has to be attached any more.
+
+        Args:
+            module: any module.
+        """
         owned = set(self._all_params())
         if owned.isdisjoint(module.parameters()):
             raise ValueError(
@@ -155,7 +186,23 @@ class DeferredAdam(RowOptimizer):
             )
 
     def catch_up(self, param: Tensor, ids: Tensor) -> None:
-        """Bring the rows ``ids`` of ``param`` up to date, before a read that cannot be seen."""
+        """Bring some rows of ``param`` up to date, before a read that cannot be seen.
+
+        Args:
+            param: a parameter of this optimizer.
+            ids: row numbers of any shape, or a boolean mask over all rows.
+
+        Examples:
+            >>> import torch
+            >>> from rowstep import DeferredAdam
+            >>> table = torch.nn.Embedding(10, 2, sparse=True)
+            >>> optimizer = DeferredAdam(table.parameters())
+            >>> alias = table.weight.data  # made before the step, so its reads are not seen
+            >>> table(torch.tensor([1])).sum().backward()
+            >>> optimizer.step()
+            >>> optimizer.catch_up(table.weight, torch.tensor([4, 7]))
+            >>> vectors = alias[[4, 7]]
+        """
         group = self._group_of(param)
         if is_faked(ids):
             return
@@ -178,7 +225,22 @@ class DeferredAdam(RowOptimizer):
             raise IndexError(f"id {outside} is outside the table; expected 0 <= id < {_row_count(param)}")
 
     def flush(self, param: Tensor | None = None) -> None:
-        """Bring every row of ``param``, or of all parameters, up to date. Whatever was written to them is accepted."""
+        """Bring every row of ``param``, or of all parameters, up to date. Whatever was written to them is accepted.
+
+        Args:
+            param: a parameter of this optimizer; by default all of them.
+
+        Examples:
+            >>> import torch
+            >>> from rowstep import DeferredAdamW
+            >>> table = torch.nn.Embedding(10, 2, sparse=True)
+            >>> optimizer = DeferredAdamW(table.parameters())
+            >>> table(torch.tensor([1])).sum().backward()
+            >>> optimizer.step()
+            >>> optimizer.flush()
+            >>> type(table.weight)  # no row waits: a plain Parameter again
+            <class 'torch.nn.parameter.Parameter'>
+        """
         if param is not None:
             self._group_of(param)
         with self._lock:
@@ -202,7 +264,22 @@ class DeferredAdam(RowOptimizer):
 
     @contextlib.contextmanager
     def up_to_date(self, param: Tensor) -> Iterator[Tensor]:
-        """Keep every row of ``param`` up to date inside the block, even after a step: for reads of a whole table."""
+        """Keep every row of ``param`` up to date inside the block, even after a step: for reads of a whole table.
+
+        Args:
+            param: a parameter of this optimizer.
+
+        Yields:
+            The parameter.
+
+        Examples:
+            >>> import torch
+            >>> from rowstep import DeferredAdam
+            >>> table = torch.nn.Embedding(10, 2, sparse=True)
+            >>> optimizer = DeferredAdam(table.parameters())
+            >>> with optimizer.up_to_date(table.weight) as weight:
+            ...     nearest = (weight @ weight.T).argmax(1)
+        """
         self._group_of(param)
         with self._lock:  # no step of another thread in between
             self._settle([param])
@@ -394,9 +471,47 @@ class DeferredAdam(RowOptimizer):
 
 
 class DeferredAdamW(DeferredAdam):
-    r"""torch.optim.AdamW, at the cost of the rows touched: :class:`DeferredAdam` with decoupled weight decay.
+    """torch.optim.AdamW, at the cost of the rows touched: ``DeferredAdam`` with decoupled weight decay.
 
-    Weight decay applies to every row at every step, even to rows that are never touched, as in dense AdamW.
+    Weight decay applies to every row at every step, even to rows that are never touched, as in dense AdamW. At every
+    step, dense AdamW first does
+
+        p ← p · (1 - lr · weight_decay)
+
+    and then Adam's update. A row that has waited takes all of it at once, as under ``DeferredAdam``.
+
+    Args:
+        params: parameters, named parameters or groups, as for any torch optimizer; or a module, for its parameters.
+        lr: learning rate; lr · weight_decay must be below 1.
+        betas: decay rates of the two moments.
+        eps: added to the bias-corrected √v.
+        weight_decay: the share of a weight, times lr, that a step takes away.
+        amsgrad: normalise by the largest second moment so far.
+        maximize: step up the gradient instead of down.
+        foreach: how torch steps parameters with dense gradients.
+        capturable: refused if True.
+        differentiable: refused if True.
+        fused: as ``foreach``; by default fused where that is safe.
+        decoupled_weight_decay: False makes it ``DeferredAdam``, which refuses a weight decay.
+        allow_stale: let rows that were not up to date when they were read catch up inside the step.
+        second_moment: ``"element"``, ``"row"`` or ``"factored"``.
+        state_dtype: the dtype of what tables keep per weight.
+        stochastic_rounding: round weights of 16 bits at random.
+        seed: of random rounding.
+
+    Examples:
+        >>> import torch
+        >>> from rowstep import DeferredAdamW
+        >>> table = torch.nn.Embedding(10, 2, sparse=True)
+        >>> torch.nn.init.ones_(table.weight).shape
+        torch.Size([10, 2])
+        >>> optimizer = DeferredAdamW(table.parameters(), lr=0.1, weight_decay=0.5)
+        >>> for _ in range(3):
+        ...     optimizer.zero_grad()
+        ...     table(torch.tensor([1])).sum().backward()
+        ...     optimizer.step()
+        >>> table.weight[9]  # never touched: 0.95 ** 3
+        tensor([0.8574, 0.8574], grad_fn=<SelectBackward0>)
     """
 
     _own_when_loading = (*DeferredAdam._own_when_loading, "decoupled_weight_decay")  # torch's Adam saves it as False

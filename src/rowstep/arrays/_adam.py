@@ -34,12 +34,38 @@ class Moments(NamedTuple):
 
 
 class Adam:
-    """Adam with L2 weight decay added to the gradient: g + weight_decay * p.
+    """Adam for NumPy arrays, with L2 weight decay added to the gradient.
+
+    For the gradient g of an element, or the summed gradient of a row, in iteration t:
+
+        g ← g + weight_decay · p
+        m ← β₁ · m + (1 - β₁) · g
+        v ← β₂ · v + (1 - β₂) · g²
+        p ← p - lr · (m / (1 - β₁ᵗ)) / (√(v / (1 - β₂ᵗ)) + ε)
 
     The settings are attributes and may change between steps, for instance by a schedule: ``optimizer.lr = 1e-4``.
 
     Moments are stored in the parameter's dtype. In float16, at the default betas, the second moment of a gradient below
     5e-3 rounds to 0, and the parameter then moves too far: keep parameters with such gradients in float32.
+
+    Args:
+        lr: learning rate.
+        betas: decay rates β₁ and β₂ of the two moments.
+        eps: ε, added to the bias-corrected root of the second moment.
+        weight_decay: L2 penalty.
+
+    Examples:
+        >>> import numpy as np
+        >>> from rowstep.arrays import Adam
+        >>> table, bias = np.ones((1000, 4), np.float32), np.zeros(4)
+        >>> optimizer = Adam(lr=0.1)
+        >>> optimizer.step_rows("table", table, rows=[3, 5, 3], grad=np.ones((3, 4)))
+        >>> optimizer.step("bias", bias, np.ones(4))
+        >>> optimizer.end_iteration()
+        >>> table[2:6, 0], bias
+        (array([1. , 0.9, 1. , 0.9], dtype=float32), array([-0.1, -0.1, -0.1, -0.1]))
+        >>> optimizer
+        Adam(lr=0.1, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0): iteration 2, 2 names
     """
 
     decoupled_weight_decay = False
@@ -74,7 +100,21 @@ class Adam:
         self._step += 1
 
     def step(self, name: str, param: NDArray[Any], grad: ArrayLike) -> None:
-        """Step every element of ``param`` in place. ``grad`` has its shape, with any float dtype and any strides."""
+        """Step every element of ``param`` in place.
+
+        Args:
+            name: under which its moments are kept.
+            param: a float array, of any strides.
+            grad: of the same shape, with any float dtype and any strides.
+
+        Examples:
+            >>> import numpy as np
+            >>> from rowstep.arrays import Adam
+            >>> weights = np.zeros(2)
+            >>> Adam(lr=0.1).step("weights", weights, [1.0, -5.0])
+            >>> weights
+            array([-0.1,  0.1])
+        """
         p = checked_param(checked_name(name), param)
         g = checked_gradient(name, grad, p.shape, p)
         refuse_shared_memory(name, p, g, same_allowed=True)
@@ -85,8 +125,21 @@ class Adam:
     def step_rows(self, name: str, param: NDArray[Any], rows: ArrayLike, grad: ArrayLike) -> None:
         """Step these rows of ``param``, along its first axis, and their moments in place. No other row changes.
 
-        ``grad`` holds one row for each entry of ``rows``: its shape is that of ``rows`` followed by that of a row.
         Duplicate rows are stepped once, by the sum of their gradients in order of occurrence.
+
+        Args:
+            name: under which its moments are kept.
+            param: a float array of at least one dimension.
+            rows: integers of any shape, with or without duplicates.
+            grad: one row for each entry of ``rows``: its shape is that of ``rows`` followed by that of a row.
+
+        Examples:
+            >>> import numpy as np
+            >>> from rowstep.arrays import Adam
+            >>> table = np.zeros((4, 2))
+            >>> Adam(lr=0.1).step_rows("table", table, rows=[2], grad=[[1.0, -5.0]])
+            >>> table[2]
+            array([-0.1,  0.1])
         """
         p = checked_param(checked_name(name), param)
         numbers = checked_rows(name, rows, p)
@@ -108,18 +161,42 @@ class Adam:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the settings, the counter and copies of the moments. An invalid state is refused as a whole."""
+        """Load the settings, the counter and copies of the moments. An invalid state is refused as a whole.
+
+        Args:
+            state_dict: what ``state_dict()`` has returned.
+        """
         self._adopt(state_dict, copy=True)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write ``state_dict()`` to one ``.npz`` or ``.safetensors`` file, depending on the suffix.
 
         A crash midway leaves the old file in place.
+
+        Args:
+            path: ends with ``.npz`` or ``.safetensors``.
+
+        Examples:
+            >>> import tempfile
+            >>> import numpy as np
+            >>> from rowstep.arrays import Adam
+            >>> optimizer = Adam()
+            >>> optimizer.step("weights", np.zeros(3), np.ones(3))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     optimizer.save(f"{folder}/adam.npz")
+            ...     resumed = Adam()
+            ...     resumed.load(f"{folder}/adam.npz")
+            >>> resumed.state_dict()["state"]["weights"]["exp_avg"]
+            array([0.1, 0.1, 0.1])
         """
         _files.save(path, self.state_dict())
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Load a file that ``save`` wrote. A damaged or foreign file is refused, and nothing changes."""
+        """Load a file that ``save`` wrote. A damaged or foreign file is refused, and nothing changes.
+
+        Args:
+            path: of the file.
+        """
         state_dict = _files.load(path)
         try:
             self._adopt(state_dict, copy=False)
@@ -186,7 +263,26 @@ class Adam:
 
 
 class AdamW(Adam):
-    """Adam with decoupled weight decay: before each step, p is multiplied by 1 - lr * weight_decay."""
+    """Adam for NumPy arrays, with decoupled weight decay.
+
+    Before each step of ``Adam`` without weight decay:
+
+        p ← p · (1 - lr · weight_decay)
+
+    Args:
+        lr: learning rate.
+        betas: decay rates of the two moments.
+        eps: added to the bias-corrected root of the second moment.
+        weight_decay: the share of a weight, times lr, that a step takes away. ``step_rows`` decays only its rows.
+
+    Examples:
+        >>> import numpy as np
+        >>> from rowstep.arrays import AdamW
+        >>> weights = np.ones(2)
+        >>> AdamW(lr=0.1, weight_decay=0.5).step("weights", weights, np.zeros(2))
+        >>> weights
+        array([0.95, 0.95])
+    """
 
     decoupled_weight_decay = True
 

@@ -61,6 +61,27 @@ def load(
     Optimizers need not have stepped yet. State that the checkpoint's options need (``row_step``, ``max_exp_avg_sq``, a
     second moment per row) is loaded even if the optimizer was created with other options. If the checkpoint has no
     ``row_step``, the counts start from the history that the moments show.
+
+    Args:
+        state_dict: models, optimizers or state dicts, by name. They are loaded in place.
+        checkpoint_id: the folder of the checkpoint.
+        storage_reader: reads it, in place of torch's FileSystemReader.
+        process_group: the ranks that load together; by default all.
+        no_dist: load in this process alone.
+        allow_partial_load: let entries that the checkpoint lacks stay unchanged.
+
+    Examples:
+        >>> import tempfile, warnings
+        >>> import torch
+        >>> import torch.distributed.checkpoint as dcp
+        >>> from rowstep.distributed import ShardedEmbedding, load
+        >>> sharded, plain = ShardedEmbedding(100, 8), torch.nn.Embedding(100, 8)
+        >>> with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore")  # torch warns of a single process
+        ...     _ = dcp.save({"table": sharded}, checkpoint_id=folder)
+        ...     load({"table": plain}, folder)
+        >>> torch.equal(sharded.full_weight(), plain.weight)
+        True
     """
     if storage_reader is None:
         if checkpoint_id is None:

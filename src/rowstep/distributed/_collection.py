@@ -32,20 +32,28 @@ Ids = Tensor | tuple[Tensor | None, ...]
 class ShardedEmbeddingCollection(nn.Module):
     """Sharded tables that are looked up together, in one set of messages for all of them.
 
-    >>> tables = ShardedEmbeddingCollection({"user": nn.Embedding(1000, 16), "tags": nn.EmbeddingBag(50, 8)})
-    >>> read = tables({"user": torch.tensor([3, 5]), "tags": (torch.tensor([1, 2, 1]), torch.tensor([0, 2]))})
-    >>> read["user"].shape, read["tags"].shape
-    (torch.Size([2, 16]), torch.Size([2, 8]))
+    A lookup of one table takes six collectives, forward and backward together. A collection takes six for all of its
+    tables, whatever their number, widths and dtypes.
 
     Args:
         tables: a plain ``nn.Embedding`` or ``nn.EmbeddingBag`` for each name. Every rank passes the same ones. If only
             sizes are given (a module on the meta device, or a tuple of rows and width for an Embedding), new rows are
             drawn, the same for any plan and any number of ranks that share a seed.
         plan: where each table is: ``"divided"``, ``"everywhere"`` or the number of a rank, by name. It must be the same
-            on every rank. :func:`plan_tables` places the tables that it does not name.
+            on every rank. ``plan_tables`` places the tables that it does not name.
         gradient: how to combine the ranks' gradients of a row: ``"mean"`` or ``"sum"``.
         group: the process group; by default all ranks.
-        device, dtype: of tables of which only the sizes are given.
+        device: of tables of which only the sizes are given.
+        dtype: likewise.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from rowstep.distributed import ShardedEmbeddingCollection
+        >>> tables = ShardedEmbeddingCollection({"user": nn.Embedding(1000, 16), "tags": nn.EmbeddingBag(50, 8)})
+        >>> read = tables({"user": torch.tensor([3, 5]), "tags": (torch.tensor([1, 2, 1]), torch.tensor([0, 2]))})
+        >>> read["user"].shape, read["tags"].shape
+        (torch.Size([2, 16]), torch.Size([2, 8]))
     """
 
     def __init__(
@@ -101,10 +109,23 @@ class ShardedEmbeddingCollection(nn.Module):
         was left alone and why: embeddings that share their weight with something else, have hooks, are subclasses, or
         use ``scale_grad_by_freq``. Create the optimizer afterwards.
 
-        The model's own lookups work as before, but each sends its own messages. To send them together, announce ids:
+        The model's own lookups work as before, but each sends its own messages. To send them together, announce the ids
+        with ``ahead``.
 
-            with collection.ahead({"user": users, "item.tags": (tags, offsets)}):
-                loss = model(users, tags, offsets)
+        Args:
+            model: any module with embeddings.
+            plan: where each table is, by name, as for the class.
+            gradient: how to combine the ranks' gradients of a row: ``"mean"`` or ``"sum"``.
+            group: the process group; by default all ranks.
+
+        Examples:
+            >>> import torch
+            >>> from torch import nn
+            >>> from rowstep.distributed import ShardedEmbeddingCollection
+            >>> model = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 1))
+            >>> collection = ShardedEmbeddingCollection.from_model(model)
+            >>> list(collection), list(model.state_dict())
+            (['0'], ['0.weight', '1.weight', '1.bias'])
         """
         found = embeddings_of(model)
         if not found.modules:
@@ -141,7 +162,12 @@ class ShardedEmbeddingCollection(nn.Module):
     def forward(self, ids: Mapping[str, Ids]) -> dict[str, Tensor]:
         """Look up ids by the name of their table. All ranks of the group call this together, each with its own ids.
 
-        A rank may leave out a table: it has no ids for it then.
+        Args:
+            ids: for an Embedding ids of any shape; for an EmbeddingBag a 2-D tensor, or a tuple of ids, offsets and
+                weights. A rank may leave out a table: it has no ids for it then.
+
+        Returns:
+            What was looked up, by the name of the table.
         """
         results = self._desk.look_up(lambda: self._lookups(ids))
         return dict(
@@ -165,6 +191,19 @@ class ShardedEmbeddingCollection(nn.Module):
         """Look up these ids in one go, for the tables' own lookups inside the block: those then send nothing.
 
         Inside the block, a table can be called once, with the ids announced for it.
+
+        Args:
+            ids: by the name of their table, as for a lookup.
+
+        Examples:
+            >>> import torch
+            >>> from torch import nn
+            >>> from rowstep.distributed import ShardedEmbeddingCollection
+            >>> model = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 1))
+            >>> collection = ShardedEmbeddingCollection.from_model(model)
+            >>> with collection.ahead({"0": torch.tensor([3, 5])}):
+            ...     model(torch.tensor([3, 5])).shape
+            torch.Size([2, 1])
         """
         try:
             for name, result in self(ids).items():
@@ -192,7 +231,7 @@ class ShardedEmbeddingCollection(nn.Module):
     def use(self) -> dict[str, Use]:
         """How many ids were looked up in each table so far, and how many distinct ones: per rank and step, on average.
 
-        For :func:`plan_tables`. All ranks of the group call this together, and get the same numbers.
+        For ``plan_tables``. All ranks of the group call this together, and get the same numbers.
         """
         return dict(zip(self._tables, self._desk.use(), strict=True))
 

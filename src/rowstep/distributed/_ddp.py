@@ -37,8 +37,28 @@ def allreduce_hook(
 ) -> torch.futures.Future[Tensor]:
     """A DDP communication hook that averages sparse gradients over ranks correctly. Dense ones use torch's hook.
 
-    ``model.register_comm_hook(None, rowstep.distributed.allreduce_hook)``. Duplicates are summed before sending. The
-    received gradients are concatenated in rank order and left uncoalesced. Not for ``static_graph=True``.
+    ``ddp`` registers it. Duplicates are summed before sending. The received gradients are concatenated in rank order
+    and left uncoalesced. Not for ``static_graph=True``.
+
+    Args:
+        group: the process group; by default all ranks.
+        bucket: what DDP hands over.
+
+    Returns:
+        A future of the mean gradient.
+
+    Examples:
+        >>> import torch
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> from rowstep.distributed import allreduce_hook
+        >>> store = torch.distributed.HashStore()
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> model = DistributedDataParallel(torch.nn.EmbeddingBag(10, 2, sparse=True))
+        >>> model.register_comm_hook(None, allreduce_hook)
+        >>> model(torch.tensor([[1, 3]])).sum().backward()
+        >>> model.module.weight.grad.is_sparse
+        True
+        >>> torch.distributed.destroy_process_group()
     """
     gradient = bucket.buffer()
     if not gradient.is_sparse:
@@ -64,10 +84,27 @@ def _mean_over_ranks(gradient: Tensor, group: ProcessGroup) -> Tensor:
 def ddp(model: nn.Module, process_group: ProcessGroup | None = None, **options: Any) -> DistributedDataParallel:
     """Wrap a model with sharded or replicated tables in torch's DistributedDataParallel.
 
-    ``options`` are passed to DistributedDataParallel. It gets its own process group, with the ranks of
-    ``process_group`` (by default all), so that its collectives cannot interleave with those of sharded tables, whatever
-    the order of a backward pass. All ranks of ``process_group`` must call this together, and no others. Sharded tables
-    must be sharded over the same ranks.
+    DistributedDataParallel gets its own process group, with the ranks of ``process_group``, so that its collectives
+    cannot interleave with those of sharded tables, whatever the order of a backward pass. All ranks of
+    ``process_group`` must call this together, and no others. Sharded tables must be sharded over the same ranks.
+
+    Args:
+        model: has parameters besides its sharded tables.
+        process_group: by default all ranks.
+        **options: for DistributedDataParallel.
+
+    Returns:
+        The wrapped model. Save and copy its ``module``.
+
+    Examples:
+        >>> import torch
+        >>> from rowstep.distributed import ShardedEmbedding, ddp
+        >>> store = torch.distributed.HashStore()
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> model = torch.nn.Sequential(ShardedEmbedding(100, 8), torch.nn.Linear(8, 1))
+        >>> parallel = ddp(model)
+        >>> parallel(torch.tensor([3, 5])).sum().backward()
+        >>> torch.distributed.destroy_process_group()
     """
     group = _exchange.default_group(process_group)
     _exchange.ranks_of(group)  # raises if this process is not one of them

@@ -20,22 +20,43 @@ from ._table import ShardedTable
 
 
 class ShardedEmbedding(ShardedTable):
-    r"""torch.nn.Embedding, with its rows sharded over the ranks of a process group.
+    """torch.nn.Embedding, with its rows sharded over the ranks of a process group.
 
     Every rank looks up its own ids. All ranks of the group must make the lookup together, though any may have no ids.
     Owners send the rows, and the backward pass returns the gradients to them, so an optimizer steps only local rows and
-    sends nothing.
+    sends nothing. A row's owner is
+
+        position = multiplier · id mod rows
+        owner    = position // rows per rank
+
+    so that ids sorted by popularity spread evenly. See ``docs/distributed.md``.
 
     Args:
-        num_embeddings, embedding_dim, padding_idx, max_norm, norm_type: as for :class:`torch.nn.Embedding`, for the
-            whole table.
+        num_embeddings: rows of the whole table.
+        embedding_dim: its width.
+        padding_idx: as for torch.nn.Embedding.
+        max_norm: as for torch.nn.Embedding.
+        norm_type: as for torch.nn.Embedding.
         scale_grad_by_freq: refused unless False, as torch does for sparse gradients.
         sparse: refused unless True.
+        device: where this rank's rows are.
+        dtype: of the rows.
         group: the process group; by default all ranks. In a process without torch.distributed the table is not sharded.
         gradient: how to combine the ranks' gradients of a row: ``"mean"``, as under DistributedDataParallel, or
             ``"sum"``.
         placement: ``"divided"`` by rows over all ranks, ``"everywhere"`` (whole on every rank), or the number of the
             rank that gets the whole table.
+
+    Examples:
+        >>> import torch
+        >>> from rowstep import SparseAdam
+        >>> from rowstep.distributed import ShardedEmbedding
+        >>> table = ShardedEmbedding(1000, 8)  # in a single process: one block
+        >>> optimizer = SparseAdam(table.parameters())
+        >>> table(torch.tensor([[3, 5], [5, 9]])).sum().backward()
+        >>> optimizer.step()
+        >>> table.weight.grad.is_sparse, table.to_embedding()
+        (True, Embedding(1000, 8, sparse=True))
     """
 
     has_bags = False
@@ -77,7 +98,11 @@ class ShardedEmbedding(ShardedTable):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # who sends how much depends on the ids
     def forward(self, input: Tensor) -> Tensor:
-        """Look up ids of any shape."""
+        """Look up ids. All ranks of the group call this together.
+
+        Args:
+            input: ids of any shape.
+        """
         return self._look_up(input)
 
     def lookup(self, input: Tensor) -> Lookup:
@@ -97,6 +122,21 @@ class ShardedEmbedding(ShardedTable):
         """Shard an Embedding. Every rank passes the same full table and keeps its own rows.
 
         Of one on the meta device only sizes and options count: new rows are drawn, on ``device``.
+
+        Args:
+            embedding: a plain nn.Embedding.
+            group: the process group; by default all ranks.
+            gradient: how to combine the ranks' gradients of a row: ``"mean"`` or ``"sum"``.
+            placement: ``"divided"``, ``"everywhere"``, or the number of a rank.
+            device: of a table on the meta device.
+
+        Examples:
+            >>> import torch
+            >>> from rowstep.distributed import ShardedEmbedding
+            >>> plain = torch.nn.Embedding(10, 2)
+            >>> table = ShardedEmbedding.from_embedding(plain)
+            >>> torch.equal(table.full_weight(), plain.weight)
+            True
         """
         weight, device = embedding.weight, _device_of(embedding, device)
         return cls(
@@ -130,15 +170,35 @@ class ShardedEmbedding(ShardedTable):
 
 
 class ShardedEmbeddingBag(ShardedTable):
-    r"""torch.nn.EmbeddingBag, with its rows sharded over the ranks of a process group.
+    """torch.nn.EmbeddingBag, with its rows sharded over the ranks of a process group.
 
-    Lookups work as in :class:`ShardedEmbedding`. ``mode="max"`` works too, though torch does not support it for sparse
+    Lookups work as in ``ShardedEmbedding``. ``mode="max"`` works too, though torch does not support it for sparse
     gradients.
 
     Args:
-        num_embeddings, embedding_dim, max_norm, norm_type, mode, include_last_offset, padding_idx: as for
-            :class:`torch.nn.EmbeddingBag`.
-        scale_grad_by_freq, sparse, group, gradient, placement: as for :class:`ShardedEmbedding`.
+        num_embeddings: rows of the whole table.
+        embedding_dim: its width.
+        max_norm: as for torch.nn.EmbeddingBag.
+        norm_type: as for torch.nn.EmbeddingBag.
+        scale_grad_by_freq: refused unless False.
+        mode: ``"sum"``, ``"mean"`` or ``"max"``.
+        sparse: refused unless True.
+        include_last_offset: as for torch.nn.EmbeddingBag.
+        padding_idx: as for torch.nn.EmbeddingBag.
+        device: where this rank's rows are.
+        dtype: of the rows.
+        group: the process group; by default all ranks. In a process without torch.distributed the table is not sharded.
+        gradient: how to combine the ranks' gradients of a row: ``"mean"``, as under DistributedDataParallel, or
+            ``"sum"``.
+        placement: ``"divided"`` by rows over all ranks, ``"everywhere"`` (whole on every rank), or the number of the
+            rank that gets the whole table.
+
+    Examples:
+        >>> import torch
+        >>> from rowstep.distributed import ShardedEmbeddingBag
+        >>> bags = ShardedEmbeddingBag(1000, 8, mode="sum")
+        >>> bags(torch.tensor([3, 5, 5]), offsets=torch.tensor([0, 2])).shape  # two bags: 3 and 5; 5
+        torch.Size([2, 8])
     """
 
     has_bags = True
@@ -184,8 +244,13 @@ class ShardedEmbeddingBag(ShardedTable):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # who sends how much depends on the ids
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """Look up bags of ids: the rows of a 2-D ``input``, or slices of a 1-D one that start at ``offsets``."""
+        """Look up bags of ids. All ranks of the group call this together.
 
+        Args:
+            input: ids; each row of a 2-D tensor is a bag.
+            offsets: where the bags of a 1-D ``input`` start.
+            per_sample_weights: a factor for each id, with ``mode="sum"``.
+        """
         return self._look_up(input, offsets, per_sample_weights)
 
     def lookup(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Lookup:
@@ -235,7 +300,15 @@ class ShardedEmbeddingBag(ShardedTable):
         placement: Place = DIVIDED,
         device: Any = None,
     ) -> ShardedEmbeddingBag:
-        """Shard an EmbeddingBag, as :meth:`ShardedEmbedding.from_embedding` does an Embedding."""
+        """Shard an EmbeddingBag, as ``ShardedEmbedding.from_embedding`` does an Embedding.
+
+        Args:
+            embedding: a plain nn.EmbeddingBag.
+            group: the process group; by default all ranks.
+            gradient: how to combine the ranks' gradients of a row: ``"mean"`` or ``"sum"``.
+            placement: ``"divided"``, ``"everywhere"``, or the number of a rank.
+            device: of a table on the meta device.
+        """
         weight, device = embedding.weight, _device_of(embedding, device)
         table = cls(
             embedding.num_embeddings,

@@ -36,23 +36,48 @@ _INDEX = 4  # bytes of a row number on its way
 
 
 class Use(NamedTuple):
-    """How a table is used by one rank in one step, on average."""
+    """How a table is used by one rank in one step, on average.
+
+    ``ShardedEmbeddingCollection.use()`` measures it, and ``plan_tables`` plans with it.
+
+    Examples:
+        >>> from rowstep.distributed import Use, plan_tables
+        >>> plan = plan_tables({"user": (1000, 8)}, ranks=2, use={"user": Use(ids=512.0, distinct=300.0)})
+        >>> plan.use["user"].distinct
+        300.0
+    """
 
     ids: float
+    """How many ids it looks up."""
     distinct: float
+    """How many of these are distinct."""
 
 
 class Size(NamedTuple):
-    """How large a table is."""
+    """How large a table is.
+
+    Examples:
+        >>> import torch
+        >>> from rowstep.distributed import Size
+        >>> size = Size.of(torch.nn.Embedding(1000, 8))
+        >>> size, size.bytes
+        (Size(rows=1000, width=8, element=4), 32000)
+    """
 
     rows: int
+    """How many it has."""
     width: int
+    """How many numbers a row has."""
     element: int = 4
-    """Bytes."""
+    """Bytes of a number."""
 
     @classmethod
     def of(cls, table: nn.Module | tuple[int, ...]) -> Size:
-        """Of an Embedding or EmbeddingBag, sharded or not; or of rows and width."""
+        """The size of a table.
+
+        Args:
+            table: an Embedding or EmbeddingBag, sharded or not; or a tuple of rows and width.
+        """
         if isinstance(table, tuple):
             return cls(*table)
         module: Any = table
@@ -60,6 +85,7 @@ class Size(NamedTuple):
 
     @property
     def bytes(self) -> int:
+        """Of all its weights."""
         return self.rows * self.width * self.element
 
 
@@ -73,7 +99,22 @@ class Balance(NamedTuple):
 class Plan(MutableMapping[str, Place]):
     """Where each table is, by name: ``"divided"``, ``"everywhere"``, or the number of a rank. ``print`` shows it.
 
-    Change it as you like: ``plan["country"] = "everywhere"``, ``plan["user"] = 3``.
+    ``plan_tables`` makes one. Change it as you like: ``plan["country"] = "everywhere"``, ``plan["user"] = 3``.
+
+    Args:
+        sizes: of the tables, by name.
+        ranks: how many there are.
+        use: how each table is used.
+        places: where each table is.
+
+    Examples:
+        >>> from rowstep.distributed import plan_tables
+        >>> plan = plan_tables({"user": (100_000, 32), "country": (200, 8)}, ranks=4)
+        >>> plan["country"] = "everywhere"
+        >>> dict(plan)
+        {'user': 'divided', 'country': 'everywhere'}
+        >>> round(plan.balance().bytes, 2)  # the fullest rank over the mean
+        1.0
     """
 
     def __init__(self, sizes: Mapping[str, Size], ranks: int, use: Mapping[str, Use], places: Mapping[str, Place]):
@@ -129,7 +170,7 @@ class Plan(MutableMapping[str, Place]):
     def bytes_per_step(self) -> float:
         """Bytes that a rank sends to others for one lookup of all tables and its backward pass, on average.
 
-        See ``docs/scaling.md``, and :func:`bytes_per_step` for a single table.
+        See ``docs/scaling.md``, and ``rowstep.distributed.bytes_per_step`` for a single table.
         """
         others, used = self.ranks - 1, 0.0
         for name, (_, width, element) in self.sizes.items():
@@ -175,6 +216,12 @@ def plan_tables(
 ) -> Plan:
     """Place tables so that every rank has about the same memory and traffic, at the least cost.
 
+    A table is put on one rank if its share of memory and of traffic is small enough to be balanced by others. If not,
+    it is divided by rows; or, with too few rows for that, it is put on every rank. How many of n ids are distinct is
+    expected from the popularity pᵢ of the rows:
+
+        distinct = Σ 1 - (1 - pᵢ)ⁿ
+
     Args:
         tables: modules, or rows and width, by name.
         ranks: how many there are.
@@ -184,6 +231,16 @@ def plan_tables(
         use: what was measured, by name (``ShardedEmbeddingCollection.use()``), in the place of ``ids`` and
             ``popularity``.
         fixed: tables that have their place already.
+
+    Returns:
+        The plan.
+
+    Examples:
+        >>> from rowstep.distributed import plan_tables
+        >>> tables = {"user": (1_000_000, 32), "item": (50_000, 32), "shop": (2_000, 8)}
+        >>> plan = plan_tables(tables, ranks=2, ids={"user": 4096, "item": 4096, "shop": 512})
+        >>> dict(plan)
+        {'user': 'divided', 'item': 'divided', 'shop': 0}
     """
     if isinstance(ranks, bool) or ranks < 1:
         raise ValueError(f"ranks is {ranks}; expected at least 1")

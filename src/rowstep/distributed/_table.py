@@ -164,7 +164,19 @@ class ShardedTable(nn.Module):
         return full
 
     def local_rows(self, ids: Tensor) -> Tensor:
-        """The rows of this rank's ``weight`` that hold those of ``ids`` that it owns, to inspect or reset them."""
+        """The rows of this rank's ``weight`` that hold those of ``ids`` that it owns, to inspect or reset them.
+
+        Args:
+            ids: row numbers of the whole table.
+
+        Examples:
+            >>> import torch
+            >>> from rowstep import SparseAdam
+            >>> from rowstep.distributed import ShardedEmbedding
+            >>> table = ShardedEmbedding(10, 2)
+            >>> optimizer = SparseAdam(table.parameters())
+            >>> optimizer.reset_rows(table.weight, table.local_rows(torch.tensor([4, 7])))
+        """
         self._check(ids)
         mine = self._shard.positions
         positions = self._shard.order.positions(ids.reshape(-1))
