@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 INTEGRATION := .venv-integration
 CLIENTS := .venv-clients
+DOCS := .venv-docs
 
 # Other CPUs, as far as this one can stand for them: torch's kernels without vector instructions and with AVX2 only,
 # ours without fused multiply-add and without conversions of float16; and more threads than most machines have cores.
@@ -12,7 +13,7 @@ CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 NUMBA_CPU_NAME=gene
 ARITHMETIC := $(addprefix tests/test_,$(addsuffix .py,same_as_torch options dtypes backends nonfinite clip arrays \
 	deferred_options deferred_dtypes deferred_backends row_steps))
 
-.PHONY: demo test check cpus old-cpu stress versions integration clients format bench dist clean clean-cache
+.PHONY: demo test check cpus old-cpu stress versions integration clients docs docs-test format bench dist clean clean-cache
 
 demo: $(READY)
 	$(BIN)/rowstep demo
@@ -55,6 +56,14 @@ integration: $(INTEGRATION)/.ready
 clients: $(CLIENTS)/.ready
 	ROWSTEP_CLIENTS=1 $(CLIENTS)/bin/pytest tests/clients
 
+# The site, into out/site. Every warning is an error. The variable silences an announcement of the theme.
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
+
+# Every page in Chromium: links, console, requests, and screenshots for people to look at.
+docs-test: docs
+	$(DOCS)/bin/python -m website.browse out/site out/screenshots
+
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -85,6 +94,12 @@ $(CLIENTS)/.ready: pyproject.toml constraints.txt constraints-clients.txt
 	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-clients.txt \
 		torch==2.13.0 -e '.[dev]' colorama colorlog minnt pandas PyYAML tensorboard texttable tqdm
 	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check -c constraints-clients.txt --no-deps recbole
+	touch $@
+
+# The pins are the whole environment. Rowstep itself is not in it: the reference is read from the sources, without torch.
+$(DOCS)/.ready: constraints-docs.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet --disable-pip-version-check -r constraints-docs.txt
 	touch $@
 
 clean-cache:

@@ -1,0 +1,98 @@
+"""Headless Chromium, driven by selenium: what `browse` asks of it."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+
+_FLAGS = (
+    "--headless",
+    "--hide-scrollbars",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+
+
+class Look(NamedTuple):
+    """How a page is looked at."""
+
+    name: str
+    width: int
+    dark: bool
+
+
+class Browser:
+    """Chromium with a fresh profile."""
+
+    def __init__(self, chromium: str, driver: str, profile: str) -> None:
+        options = webdriver.ChromeOptions()
+        options.binary_location = chromium
+        for flag in (*_FLAGS, f"--user-data-dir={profile}"):
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        self._driver = webdriver.Chrome(options, Service(driver))
+
+    def __enter__(self) -> Browser:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._driver.quit()
+
+    def open(self, url: str, look: Look) -> None:
+        size = {"width": look.width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        scheme = [{"name": "prefers-color-scheme", "value": "dark" if look.dark else "light"}]
+        self._driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        self._driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
+        self._driver.get("about:blank")  # or an anchor of the page that is open would not load it anew
+        self._driver.get(url)
+
+    def page_width(self) -> int:
+        return int(self._driver.execute_script("return document.documentElement.scrollWidth"))
+
+    def anchors(self) -> set[str]:
+        """Every id of the page."""
+        return set(self._driver.execute_script("return [...document.querySelectorAll('[id]')].map(each => each.id)"))
+
+    def links(self) -> set[str]:
+        """Where links inside the site lead, as the browser resolves them."""
+        script = """return [...document.querySelectorAll('a[href]')].map(each => each.href)
+                                .filter(each => each.startsWith(location.origin))"""
+        return set(self._driver.execute_script(script))
+
+    def console(self) -> list[str]:
+        """What the page has written to the console since the last call."""
+        return [entry["message"] for entry in self._driver.get_log("browser")]
+
+    def requests(self) -> list[str]:
+        """What pages have asked for since the last call; not what Chromium's own, as the one of a new tab, has."""
+        messages = [json.loads(entry["message"])["message"] for entry in self._driver.get_log("performance")]
+        sent = [each["params"] for each in messages if each["method"] == "Network.requestWillBeSent"]
+        return [str(params["request"]["url"]) for params in sent if params["documentURL"].startswith("http")]
+
+    def click_in_text(self, words: str) -> str:
+        """Click on the link in the page's text that says these words; return where that leads."""
+        links = self._driver.find_elements(By.CSS_SELECTOR, "article a")
+        found: list[Any] = [link for link in links if words in link.text.lower()]
+        if not found:
+            return "nothing: there is no such link"
+        found[0].click()
+        return str(self._driver.current_url)
+
+    def save_picture(self, path: Path) -> None:
+        """The whole page, from top to bottom."""
+        taken = self._driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True})
+        path.write_bytes(base64.b64decode(taken["data"]))
