@@ -9,8 +9,10 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from selenium import webdriver
+from selenium.common.exceptions import TimeoutException
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
 
 _FLAGS = (
     "--headless",
@@ -23,6 +25,9 @@ _FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
+
+_PATIENCE = 30
+"""Seconds: a machine may have other work."""
 
 
 class Look(NamedTuple):
@@ -85,11 +90,18 @@ class Browser:
 
     def click_in_text(self, words: str) -> str:
         """Click on the link in the page's text that says these words; return where that leads."""
-        links = self._driver.find_elements(By.CSS_SELECTOR, "article a")
-        found: list[Any] = [link for link in links if words in link.text.lower()]
-        if not found:
-            return "nothing: there is no such link"
-        found[0].click()
+        here = self._driver.current_url
+
+        def link(driver: Any) -> Any:
+            links = driver.find_elements(By.CSS_SELECTOR, "article a")
+            return next((each for each in links if words in each.get_property("textContent").lower()), None)
+
+        try:
+            patience = WebDriverWait(self._driver, _PATIENCE)
+            patience.until(link).click()
+            patience.until(lambda driver: driver.current_url != here)
+        except TimeoutException:
+            return f"{self._driver.current_url}, {_PATIENCE} s later"
         return str(self._driver.current_url)
 
     def save_picture(self, path: Path) -> None:
