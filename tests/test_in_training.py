@@ -66,6 +66,7 @@ def test_every_scheduler_of_torch_is_tried() -> None:
 
 @pytest.mark.parametrize("rivals", ["SparseAdam", "DeferredAdamW"], indirect=True)
 @pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # SequentialLR's own use, in torch 2.8
 def test_schedulers(rivals: Rivals, name: str) -> None:
     def train(model: Taste, make: Make) -> None:
         optimizer = make(model)

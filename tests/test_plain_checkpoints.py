@@ -252,6 +252,9 @@ def test_torchs_own_load_says_which_counts_a_checkpoint_lacks(tmp_path: Path) ->
         dcp_objects(old, new, tmp_path)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.10", reason="torch 2.8 raises a KeyError where a flat state dict lacks a key; 2.10 does not"
+)
 def test_a_flat_state_dict_without_counts_loads() -> None:
     old, new = started("global"), started("row, amsgrad", seed=1)
     train(*old, range(5))

@@ -94,8 +94,9 @@ def order_and_timeouts(rank: int) -> None:
     assert timeout_of(twin) == patience
     assert dist.get_backend_config(twin) == dist.get_backend_config(pair)
     assert timeout_of(ddp(nn.Linear(1, 1), process_group=pair).process_group) == patience
-    pair.set_timeout(2 * patience)
-    assert timeout_of(twin_group(pair)) == 2 * patience
+    if hasattr(pair, "set_timeout"):  # an older torch keeps the first
+        pair.set_timeout(2 * patience)
+        assert timeout_of(twin_group(pair)) == 2 * patience
 
 
 def timeout_of(group: Any) -> datetime.timedelta:
