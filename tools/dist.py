@@ -72,7 +72,7 @@ for threads in (1, 2):
         (rowstep.DeferredAdamW, of(torch.optim.AdamW), False),
     ):
         torch.testing.assert_close(train(of(ours), True), train(theirs, is_sparse), rtol=1e-9, atol=1e-12)
-        print(f"{ours.__name__}, {threads} threads: as torch")
+        print(f"{ours.__name__}, threads: {threads}: as torch")
 """
 
 TRY_TO_WRITE = """
