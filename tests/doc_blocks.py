@@ -14,7 +14,7 @@ _FENCE = re.compile(r"^( *)(`{3,})([^`\n]*)\n(.*?)^\1\2 *$", re.MULTILINE | re.D
 _INLINE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 _PROGRAMS = ("make ", "pip install ", "python -m ", "rowstep ")
 
-LANGUAGES = {"python", "output", "bash", "diff", "math", "text"}
+LANGUAGES = {"python", "output", "bash", "dockerfile", "diff", "math", "text"}
 """What a block may be. ``output`` is what the python block before it prints; ``text`` and ``diff`` are only shown."""
 
 NOT_RUN = "<!-- not run:"
@@ -50,12 +50,13 @@ def _guess(text: str) -> str:
 
 def commands_of(page: str) -> list[list[str]]:
     """Every command in a block of commands, and in the prose."""
-    lines = [
-        line
-        for block in blocks_of(page)
-        if block.language == "bash"
-        for line in block.text.replace("\\\n", " ").splitlines()
-    ]
+    lines = []
+    for block in blocks_of(page):
+        text = block.text.replace("\\\n", " ").replace(" && ", "\n")
+        if block.language == "bash":
+            lines += text.splitlines()
+        elif block.language == "dockerfile":
+            lines += re.sub("^RUN ", "", text, flags=re.MULTILINE).splitlines()
     prose = _FENCE.sub("", (ROOT / page).read_text(encoding="utf-8"))
     lines += [" ".join(span.split()) for span in _INLINE.findall(prose) if span.startswith(_PROGRAMS)]
     commands = [shlex.split(line, comments=True) for line in lines]

@@ -58,6 +58,7 @@ def allreduce_hook(
         >>> model(torch.tensor([[1, 3]])).sum().backward()
         >>> model.module.weight.grad.is_sparse
         True
+        >>> del model  # first: torch may hang if a wrapped model outlives its process group
         >>> torch.distributed.destroy_process_group()
     """
     gradient = bucket.buffer()
@@ -104,6 +105,7 @@ def ddp(model: nn.Module, process_group: ProcessGroup | None = None, **options: 
         >>> model = torch.nn.Sequential(ShardedEmbedding(100, 8), torch.nn.Linear(8, 1))
         >>> parallel = ddp(model)
         >>> parallel(torch.tensor([3, 5])).sum().backward()
+        >>> del parallel, model
         >>> torch.distributed.destroy_process_group()
     """
     group = _exchange.default_group(process_group)
