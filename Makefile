@@ -77,7 +77,8 @@ dist:
 
 # The pinned torch is the version that the tests ran with. On Linux, PyPI's build of it brings several GB of CUDA packages;
 # pip takes a build for the CPU alone where it is given one (--find-links or --extra-index-url, in pip's configuration).
-$(READY): pyproject.toml constraints.txt
+# The version that is installed comes from rowstep's __init__.py.
+$(READY): pyproject.toml constraints.txt src/rowstep/__init__.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0 -e '.[dev]'
 	touch $@

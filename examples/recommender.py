@@ -4,7 +4,7 @@
     python examples/recommender.py
 
 A batch reads a few rows of two tables. DeferredAdamW gives torch.optim.AdamW's result for tables and towers, and the
-cost of a step scales with the rows read. Before the recall is computed, model.eval() brings the tables up to date.
+cost of a step scales with the rows read. The recall looks up every row, and all of them are up to date when it does.
 """
 
 from __future__ import annotations
