@@ -103,6 +103,15 @@ FAKE_LOOKUP = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from deferred_cases import *
+class Other(torch.nn.Parameter):
+    pass
+other = Other(torch.ones(4, 3))
+try:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        torch.nn.functional.embedding(torch.tensor([1]), other)
+except TypeError:
+    print("refused")
+    raise SystemExit
 model = embedding()
 optimizer, _ = optimizers(model, with_dense_gradients(model))
 for ids in ([1, 2], [3]):
@@ -130,6 +139,8 @@ def test_a_lookup_of_fake_tensors() -> None:
         text=True,
         check=False,
     )
+    if run.stdout == "refused\n":
+        pytest.skip("this torch's fake tensors take no subclass of Parameter")
     assert run.stdout == "alive\n", f"ended with {run.returncode}: {run.stderr[-300:]}"
 
 

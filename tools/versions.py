@@ -27,7 +27,8 @@ VERSIONS = ("2.8.0", "2.10.0", "2.13.0", NEWEST)
 # What meets torch: its numbers, its checkpoints, its modules and tracers, its process groups.
 TESTS = """
 same_as_torch torch_words dtypes gradients state_dict plain_checkpoints optimizer_surface hooks bad_input clip
-deferred_same_as_torch deferred_watch deferred_wrapped deferred_tracing sharded sharded_checkpoints ddp torch_version
+deferred_same_as_torch deferred_watch deferred_wrapped deferred_tracing sharded sharded_checkpoints ddp ddp_around
+twin_group torch_version
 """
 
 ROOT = Path(__file__).parent.parent
