@@ -126,6 +126,7 @@ def test_a_scaler_may_unscale_first() -> None:
     assert optimizer.state[weight]["step"] == 1
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.10 says so to everyone who profiles
 def test_a_profiler_names_the_step() -> None:
     model = network()
     optimizer = SparseAdam(model.parameters())
