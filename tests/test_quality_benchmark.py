@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,25 +15,14 @@ from benchmarks import quality
 from benchmarks.command import main
 from benchmarks.quality import interactions, planted, tuning
 from benchmarks.quality.adagrad import RowwiseAdagrad
-from benchmarks.quality.comparison import Ratio, ratio
-from benchmarks.quality.interactions import HEADINGS, MEMBER, DataError
-from benchmarks.quality.ranking import rank
+from benchmarks.quality.comparison import Difference, Ratio, difference, ratio, student
+from benchmarks.quality.interactions import HEADINGS, DataError, Interactions
+from benchmarks.quality.ranking import HIT_RATE, TAIL_HIT_RATE, figures_of, rank
 from benchmarks.quality.rules import ADAGRAD, ADAM, RULES, Rule
 from benchmarks.quality.sizes import QUICK
 from benchmarks.quality.tuning import Figure, Outcome
+from made_up_wheel import write_wheel
 from pictures import is_png
-
-
-def write_wheel(path: Path, users: int = 12, items: int = 30) -> Path:
-    """Made-up interactions in RecBole's format: user n has met every second item from n on."""
-    rows = [
-        f"u{user}\ti{(user + 2 * at) % items}\t3\t{880_000_000 + at}"
-        for user in range(users)
-        for at in range(items // 3)
-    ]
-    with zipfile.ZipFile(path, "w") as wheel:
-        wheel.writestr(MEMBER, "\n".join(["\t".join(HEADINGS), *rows]) + "\n")
-    return path
 
 
 def test_quality_bench_writes_all_figures(
@@ -103,6 +91,29 @@ def test_the_last_interaction_is_for_testing_and_the_one_before_for_validation()
     assert data.test.tolist() == [[0, 3]]
 
 
+def test_the_head_are_the_popular_items_that_make_up_half_of_the_training_part() -> None:
+    def is_head(*counts: int) -> list[bool]:
+        items = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        train = torch.stack([torch.zeros_like(items), items], dim=1)
+        nothing = torch.empty(0, 2, dtype=torch.int64)
+        return Interactions(1, len(counts), train, nothing, nothing).is_head.tolist()
+
+    assert is_head(1, 5, 3, 1) == [False, True, False, False]  # 5 of 10
+    assert is_head(1, 5, 4, 1) == [False, True, True, False]  # 5 of 11 is less than half
+    assert is_head(2, 2, 0) == [True, False, False]  # of equals, the first
+
+
+def test_figures_of_the_tail_are_those_of_users_whose_item_is_rare() -> None:
+    train = torch.tensor([[0, 11], [1, 11], [2, 11], [0, 10], [1, 9]])  # item 11 is the head
+    wanted = torch.tensor([[0, 9], [2, 10], [3, 11]])
+    found = figures_of(torch.arange(12.0).repeat(4, 1), Interactions(4, 12, train, wanted[:0], wanted))
+    # Each comes first in its list, since what is better has been met. With the scores turned round, all come last:
+    assert found[TAIL_HIT_RATE] == found[HIT_RATE] == 1
+    found = figures_of(-torch.arange(12.0).repeat(4, 1), Interactions(4, 12, train, wanted[:0], wanted))
+    assert found[HIT_RATE] == 1 / 3  # only the list of user 0 has no more than ten places
+    assert found[TAIL_HIT_RATE] == 1 / 2
+
+
 def test_the_best_rate_on_validation_is_taken_and_other_seeds_are_reported() -> None:
     asked: list[tuple[float, int]] = []
 
@@ -126,6 +137,19 @@ def test_ratio_is_of_the_means_and_its_interval_of_pairs() -> None:
         "no",
         "open",
     ]
+
+
+def test_difference_is_of_pairs_and_its_interval_of_students_t() -> None:
+    found = difference(Figure((1.0, 4.0, 8.0)), Figure((1.0, 2.0, 4.0)))  # 0, 2 and 4: deviation 2
+    around = 4.3027 * 2 / math.sqrt(3)
+    assert (found.mean, found.low, found.high, found.largest) == pytest.approx((2, 2 - around, 2 + around, 4), rel=1e-4)
+    assert found.over(2).high == pytest.approx(found.high / 2)
+    verdicts = [Difference(0, low, high, 0).verdict for low, high in ((1, 2), (-2, -1), (-1, 1))]
+    assert verdicts == ["higher", "lower", "no difference seen"]
+
+
+def test_students_t_is_that_of_the_tables() -> None:
+    assert [student(freedom) for freedom in (1, 2, 9, 30)] == pytest.approx([12.706, 4.3027, 2.2622, 2.0423], rel=1e-4)
 
 
 def test_the_head_makes_up_half_of_the_draws() -> None:

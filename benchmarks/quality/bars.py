@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from benchmarks.bars import Bar
 from benchmarks.quality import rules
 from benchmarks.quality.comparison import LEAST, ratio
-from benchmarks.quality.towers import FULL_NDCG
+from benchmarks.quality.ranking import FULL_NDCG
 from benchmarks.quality.tuning import Result
 
 

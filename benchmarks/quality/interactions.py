@@ -37,6 +37,15 @@ class Interactions:
     validation: Tensor  # (m, 2)
     test: Tensor  # (m, 2)
 
+    @property
+    def is_head(self) -> Tensor:
+        """Of every item: whether it is one of the most popular ones that make up half of the training part."""
+        counts, by_popularity = self.train[:, 1].bincount(minlength=self.items).sort(descending=True, stable=True)
+        met_before = counts.cumsum(0) - counts
+        is_head = torch.zeros(self.items, dtype=torch.bool)
+        is_head[by_popularity[2 * met_before < len(self.train)]] = True
+        return is_head
+
 
 def movielens(wheel: Path | None) -> Interactions:
     """Out of RecBole's wheel, which pip downloads if none is given."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from benchmarks.quality import rules
 from benchmarks.quality.planted import HEAD, TAIL
-from benchmarks.quality.towers import NDCG
+from benchmarks.quality.ranking import NDCG
 from benchmarks.quality.tuning import Result
 
 if TYPE_CHECKING:

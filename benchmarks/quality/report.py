@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.quality.comparison import Ratio, ratio
 from benchmarks.quality.planted import HEAD, TAIL
-from benchmarks.quality.towers import FULL_NDCG, HIT_RATE, NDCG
+from benchmarks.quality.ranking import FULL_NDCG, HIT_RATE, NDCG
 from benchmarks.quality.tuning import Figure, Result
 from benchmarks.report import table_of_numbers
 

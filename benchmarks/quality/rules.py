@@ -22,6 +22,7 @@ NO_MOMENTUM = (0.0, 0.999)
 class Rule:
     name: str
     make: Make  # of tables and their learning rate
+    dense: bool = False  # the kind of gradient that the tables get
 
 
 def _rowstep(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> Make:
