@@ -21,6 +21,7 @@ from benchmarks.machine import machine
 from benchmarks.memory import MemorySuite
 from benchmarks.quality import QualitySuite
 from benchmarks.quality.interactions import DataError
+from benchmarks.quality.lazy import LazySuite
 from benchmarks.sparse import SparseSuite
 from benchmarks.suite import Suite
 from ranks import RankError
@@ -37,6 +38,7 @@ SUITES: dict[str, type[Suite]] = {
     "distributed": DistributedSuite,
     "memory": MemorySuite,
     "quality": QualitySuite,
+    "lazy": LazySuite,
 }
 
 
@@ -61,20 +63,23 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         choices=SUITES,
         default="sparse",
-        help="SparseAdam (default), DeferredAdam, sharded tables, kinds of state, or what models learn with less of it",
+        help="SparseAdam (default), DeferredAdam, sharded tables, kinds of state, what models learn with less "
+        "state, or what they learn if only rows with a gradient move",
     )
     parser.add_argument("--only", nargs="+", metavar="PART", help="parts of the suite, such as zipf-1m, loop or flush")
     parser.add_argument(
         "--threads",
         nargs="+",
         type=positive,
-        help="thread counts (default: one, and all cores; not for distributed, quality)",
+        help="thread counts (default: one, and all cores; not for distributed, quality, lazy)",
     )
     parser.add_argument(
-        "--repeats", type=positive, help="rounds of a measurement, at least (default: 25, quick: 5); of quality: seeds"
+        "--repeats",
+        type=positive,
+        help="rounds of a measurement, at least (default: 25, quick: 5); of quality and lazy: seeds",
     )
     parser.add_argument("--quick", action="store_true", help="small tables: to see that it works, not what it costs")
-    parser.add_argument("--data", type=Path, help="RecBole's wheel, for quality (default: pip downloads it)")
+    parser.add_argument("--data", type=Path, help="RecBole's wheel, for quality and lazy (default: pip downloads it)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="where JSON and plot go (default: out)")
     return parser
 
