@@ -12,8 +12,17 @@ import torch
 from benchmarks.command import main
 from benchmarks.quality import factors, towers
 from benchmarks.quality.interactions import Interactions
-from benchmarks.quality.lazy import page, race
-from benchmarks.quality.lazy.contestants import ADAM, CONTESTANTS, CONTROLS, DEFERRED, IN_DOUBLE, Contestant, Settings
+from benchmarks.quality.lazy import page, race, rounding
+from benchmarks.quality.lazy.contestants import (
+    ADAM,
+    CONTESTANTS,
+    CONTROLS,
+    DEFERRED,
+    IN_DOUBLE,
+    SPARSE,
+    Contestant,
+    Settings,
+)
 from benchmarks.quality.lazy.findings import METRICS, Finding
 from benchmarks.quality.lazy.problems import QUICK, Problem, rarity
 from benchmarks.quality.lazy.race import MOST_BEYOND, RATES, Tuned, search
@@ -23,7 +32,8 @@ from benchmarks.quality.tuning import FIRST_TUNING_SEED, Outcome
 from made_up_wheel import write_wheel
 from pictures import is_png
 
-PLACES = ["ndcg", "tail", "twins", "rarity", "rates", *(problem.name for problem in QUICK)]
+DOCS = Path(__file__).parents[1] / "docs"
+PLACES = ["ndcg", "tail", "twins", "cost", "rarity", "rates", *(problem.name for problem in QUICK)]
 
 
 def two_tastes() -> Interactions:
@@ -94,6 +104,12 @@ def test_page_needs_a_place_for_every_table_and_parts_of_one_run(
     assert page.merge([document, document])["command"] == "a && a"
 
 
+def test_tables_of_the_docs_are_those_of_their_data() -> None:
+    text, document = (DOCS / "quality.md").read_text(), json.loads((DOCS / "quality.json").read_text())
+    assert page.fill(text, document) == text
+    assert is_png(DOCS / "quality.png")
+
+
 def test_search_goes_on_until_the_best_has_a_worse_one_on_both_sides() -> None:
     def peak_at(best: float) -> dict[float, float]:
         return search(lambda rate: -abs(math.log(rate / best)), RATES)
@@ -151,6 +167,14 @@ def test_negatives_are_drawn_from_all_items_that_the_user_has_not_met() -> None:
     drawn = set(zip(users.tolist(), negatives.tolist(), strict=True))
     assert not drawn & met
     assert len(drawn) == 40 * 12 - len(met)
+
+
+def test_distances_are_those_of_the_weights_after_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROWSTEP_BACKEND", "reference")
+    problem = Problem("small", "small", factors.Shape(dim=8, batch=16, epochs=2))
+    twins = rounding.distances(problem, two_tastes(), *CONTROLS[1:], steps=(1, 15))
+    assert max(twins.values()) < 1e-10
+    assert rounding.distances(problem, two_tastes(), ADAM, SPARSE, steps=(15,))[15] > 1e-3
 
 
 def test_rarity_counts_the_rows_that_get_a_gradient() -> None:

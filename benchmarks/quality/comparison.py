@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -66,6 +67,7 @@ def difference(figure: Figure, to: Figure) -> Difference:
     return Difference(pairs.mean, pairs.mean - around, pairs.mean + around, max(map(abs, pairs.values)))
 
 
+@functools.cache
 def student(freedom: int) -> float:
     """Between minus and plus this value lie 95% of Student's t with so many degrees of freedom."""
     # With t = tan(a) * sqrt(freedom), the density is that of a, cos(a)^(freedom - 1), on a finite interval.

@@ -20,9 +20,9 @@ FIRST_DECAY = 0.1
 
 
 class Kind(Enum):
-    DENSE = "moves every row at every step, or gives the same result"
-    LAZY = "moves the rows with a gradient"
-    SMALL = "the same, and keeps less state than Adam"
+    DENSE = "dense: every row moves at every step"
+    LAZY = "lazy: only rows with a gradient move"
+    SMALL = "lazy, with less state than Adam's"
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,18 @@ parts that were run one by one (`--only`), on one machine with one number of see
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.quality.lazy import plot, report
-from benchmarks.quality.lazy.contestants import CONTESTANTS
+from benchmarks.quality.lazy.contestants import CONTESTANTS, Contestant
 from benchmarks.quality.lazy.findings import Finding
+from benchmarks.quality.lazy.race import Entry
 from benchmarks.quality.ranking import NDCG, TAIL_FULL_NDCG
 from rowstep.cli import extras
 
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, PageError) as error:
         print(f"page: {error}", file=sys.stderr)
         return 1
-    given.page.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    given.page.with_suffix(".json").write_text(json.dumps(document, separators=(",", ":")) + "\n")
     figure = extras.figure(10, 7)
     plot.draw(figure, findings_of(document))
     figure.savefig(given.page.with_suffix(".png"))
@@ -75,31 +77,29 @@ def fill(page: str, document: Mapping[str, Any]) -> str:
 
 def _tables(findings: Sequence[Finding]) -> Iterator[tuple[str, Iterable[Sequence[str]]]]:
     """A row of headings first."""
-    yield "ndcg", _summary(findings, NDCG)
-    yield "tail", _summary(findings, TAIL_FULL_NDCG)
+    yield "ndcg", _per_rule(findings, functools.partial(_against_adam, metric=NDCG))
+    yield "tail", _per_rule(findings, functools.partial(_against_adam, metric=TAIL_FULL_NDCG))
     yield "twins", [report.TWIN_HEADINGS, *report.twin_rows(findings)]
+    yield "cost", _per_rule(findings, report.cost)
     yield "rarity", _rarity(findings)
-    yield "rates", _rates(findings)
+    tuned = [rule for rule in CONTESTANTS if not rule.like]
+    yield "rates", _per_rule(findings, lambda _, entry: report.tried(entry), tuned)
     for finding in findings:
         yield finding.problem, [report.HEADINGS, *report.rows(finding)]
 
 
-def _summary(findings: Sequence[Finding], metric: str) -> Iterator[Sequence[str]]:
+def _per_rule(
+    findings: Sequence[Finding], cell: Callable[[Finding, Entry], str], rules: Sequence[Contestant] = CONTESTANTS
+) -> Iterator[Sequence[str]]:
+    """A column per problem."""
     yield ["tables' rule", *(finding.about for finding in findings)]
-    for contestant in CONTESTANTS:
-        entries = [(finding, finding.entry(contestant.name)) for finding in findings]
-        against = [
-            report.against_adam(finding, entry, metric) or report.spread(entry.figures[metric])
-            for finding, entry in entries
-        ]
-        yield [contestant.name, *against]
+    for rule in rules:
+        yield [rule.name, *(cell(finding, finding.entry(rule.name)) for finding in findings)]
 
 
-def _rates(findings: Sequence[Finding]) -> Iterator[Sequence[str]]:
-    yield ["tables' rule", *(finding.about for finding in findings)]
-    for contestant in CONTESTANTS:
-        if not contestant.like:
-            yield [contestant.name, *(report.tried(finding.entry(contestant.name)) for finding in findings)]
+def _against_adam(finding: Finding, entry: Entry, metric: str) -> str:
+    """Adam itself is there with its own figure."""
+    return report.against_adam(finding, entry, metric) or report.spread(entry.figures[metric])
 
 
 def _rarity(findings: Sequence[Finding]) -> Iterator[Sequence[str]]:

@@ -7,28 +7,29 @@ from typing import TYPE_CHECKING
 
 from benchmarks.quality.lazy.contestants import ADAM, CONTESTANTS, Kind
 from benchmarks.quality.lazy.findings import Finding
-from benchmarks.quality.ranking import NDCG, TAIL_FULL_NDCG
+from benchmarks.quality.ranking import FULL_NDCG, NDCG, TAIL_FULL_NDCG
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLOURS = {Kind.DENSE: "#1b4d7a", Kind.LAZY: "#b5525c", Kind.SMALL: "#f2a65a"}
-PANELS = {NDCG: "NDCG@10", TAIL_FULL_NDCG: "NDCG of tail items"}
+PANELS = {NDCG: "NDCG@10", FULL_NDCG: "NDCG of the whole list", TAIL_FULL_NDCG: "NDCG of the whole list, tail items"}
 
 
 def draw(figure: Figure, findings: Sequence[Finding]) -> None:
-    figure.set_size_inches(4.2 * len(findings), 8.4)
+    figure.set_size_inches(4.2 * len(findings), 11)
     places = figure.subplots(len(PANELS), len(findings), squeeze=False, sharey=True, sharex="row")
     for line, (metric, title) in zip(places, PANELS.items(), strict=True):
         for axes, finding in zip(line, findings, strict=True):
             _draw_panel(axes, finding, metric)
             axes.set_title(f"{finding.about}\n{title}", fontsize=9)
     figure.suptitle(
-        "MovieLens-100K: difference from dense Adam over the same seeds, rates tuned for each rule, 95% intervals",
+        "MovieLens-100K: difference from dense Adam over the same seeds, in percent of dense Adam's mean\n"
+        "(95% intervals; to the right is better; rates tuned for each rule)",
         fontsize=11,
     )
-    figure.supxlabel("percent of dense Adam's mean; to the right is better", fontsize=9)
+    _explain(figure)
 
 
 def _draw_panel(axes: Axes, finding: Finding, metric: str) -> None:
@@ -46,3 +47,11 @@ def _draw_panel(axes: Axes, finding: Finding, metric: str) -> None:
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _explain(figure: Figure) -> None:
+    from matplotlib.lines import Line2D
+
+    marks = [Line2D([], [], color=colour, marker="o", markersize=4) for colour in COLOURS.values()]
+    labels = [kind.value for kind in COLOURS]
+    figure.legend(marks, labels, loc="outside lower center", ncols=len(marks), fontsize=8, frameon=False)
