@@ -13,7 +13,7 @@ CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 NUMBA_CPU_NAME=gene
 ARITHMETIC := $(addprefix tests/test_,$(addsuffix .py,same_as_torch options dtypes backends nonfinite clip arrays \
 	deferred_options deferred_dtypes deferred_backends row_steps))
 
-.PHONY: demo test check cpus old-cpu stress versions integration clients docs docs-test format bench dist clean clean-cache
+.PHONY: demo test check cpus old-cpu stress versions integration clients docs docs-test format bench peers dist clean clean-cache
 
 demo: $(READY)
 	$(BIN)/rowstep demo
@@ -70,6 +70,10 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks
+
+# What a user would take instead, each in an environment of its own below .venv-peers, which this makes.
+peers: $(READY)
+	$(BIN)/python -m benchmarks peers
 
 # What would be published, in dist/: built, checked, and used from an empty environment.
 dist:

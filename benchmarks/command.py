@@ -19,6 +19,8 @@ from benchmarks.deferred import DeferredSuite
 from benchmarks.distributed import DistributedSuite
 from benchmarks.machine import machine
 from benchmarks.memory import MemorySuite
+from benchmarks.peers.environments import MissingError
+from benchmarks.peers.suite import PeersSuite
 from benchmarks.quality import QualitySuite
 from benchmarks.quality.interactions import DataError
 from benchmarks.quality.lazy import LazySuite
@@ -37,6 +39,7 @@ SUITES: dict[str, type[Suite]] = {
     "deferred": DeferredSuite,
     "distributed": DistributedSuite,
     "memory": MemorySuite,
+    "peers": PeersSuite,
     "quality": QualitySuite,
     "lazy": LazySuite,
 }
@@ -63,8 +66,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         choices=SUITES,
         default="sparse",
-        help="SparseAdam (default), DeferredAdam, sharded tables, kinds of state, what models learn with less "
-        "state, or what they learn if only rows with a gradient move",
+        help="SparseAdam (default), DeferredAdam, sharded tables, kinds of state, other packages, what models learn with "
+        "less state, or what they learn if only rows with a gradient move",
     )
     parser.add_argument("--only", nargs="+", metavar="PART", help="parts of the suite, such as zipf-1m, loop or flush")
     parser.add_argument(
@@ -113,7 +116,7 @@ def _run_parts(suite: Suite, arguments: argparse.Namespace, console: Console, fi
             if not arguments.only or part.name in arguments.only:
                 with console.status(f"measuring {part.name}"):
                     part.run()
-    except (DataError, DisagreementError, RankError) as error:
+    except (DataError, DisagreementError, MissingError, RankError) as error:
         return _fail(1, str(error))
     _write(suite, arguments, console, figure)
     return 0
@@ -138,4 +141,5 @@ def _write(suite: Suite, arguments: argparse.Namespace, console: Console, figure
     if suite.draw(figure):
         written.append(arguments.out / f"{suite.file}.png")
         figure.savefig(written[-1])
+    written += suite.write(arguments.out, document)
     console.print("Written:", *written, soft_wrap=True)

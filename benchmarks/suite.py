@@ -56,6 +56,10 @@ class Suite(abc.ABC):
     def findings(self) -> dict[str, Any]:
         """For the JSON file: what was found besides the measurements."""
 
+    def write(self, _folder: Path, _document: dict[str, Any]) -> list[Path]:
+        """Write more than the JSON file, which holds the document, and the picture; say which files."""
+        return []
+
     def close(self) -> None:  # noqa: B027  # most suites start nothing
         """End what the suite has started."""
 

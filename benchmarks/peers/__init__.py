@@ -1,0 +1,9 @@
+"""The suite `peers`: what a user would take instead of rowstep, each in an environment and a process of its own.
+
+    python -m benchmarks peers [options]
+    python -m benchmarks.peers.docs
+
+The first command measures, the second writes what was measured into docs/peers.md and its pictures. One driver asks
+worker processes for one timed repetition each in turn. The workers run in environments that know neither torch nor
+rowstep, so nothing is imported here.
+"""

@@ -1,0 +1,163 @@
+"""The step alone with torch: its own optimizers, and rules written in its operations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from benchmarks.peers.data import Data
+
+Rows: TypeAlias = NDArray[np.int64]
+State: TypeAlias = dict[str, NDArray[np.float32]]
+Maker: TypeAlias = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
+
+LR, BETA1, BETA2, EPS = 1e-3, 0.9, 0.999, 1e-8
+
+
+class Sparse:
+    """The tables of a case as parameters, and the sparse gradients of all batches for them."""
+
+    def __init__(self, data: Data) -> None:
+        torch.set_num_threads(data.threads)
+        self.params = parameters(data)
+        pairs = zip(torch.from_numpy(data.ids), torch.from_numpy(data.values), strict=True)
+        self.gradients = [[_gradient(data, *pair) for pair in zip(*batch, strict=True)] for batch in pairs]
+
+    def prepare(self, number: int) -> None:
+        for param, gradient in zip(self.params, self.gradients[number % len(self.gradients)], strict=True):
+            param.grad = gradient
+
+
+class Dense:
+    """The gradient is dense, as nn.Embedding makes it by default; making it is not counted.
+
+    It is that of the first batch. A dense step takes as long with any other, so this one serves for all.
+    """
+
+    def __init__(self, data: Data) -> None:
+        torch.set_num_threads(data.threads)
+        self.params = parameters(data)
+        for param, *pair in zip(
+            self.params, torch.from_numpy(data.ids[0]), torch.from_numpy(data.values[0]), strict=True
+        ):
+            param.grad = _gradient(data, *pair).to_dense()
+
+    def prepare(self, number: int) -> None:
+        pass
+
+
+class Stepper(Sparse):
+    """Steps an optimizer of torch's kind."""
+
+    def __init__(self, data: Data, make: Maker) -> None:
+        super().__init__(data)
+        self.optimizer = make(self.params)
+
+    def run(self) -> None:
+        self.optimizer.step()
+
+    def state(self, table: int, rows: Rows) -> State:
+        return _shown(self.params[table], self.optimizer, rows)
+
+
+class DenseStepper(Dense):
+    def __init__(self, data: Data, make: Maker) -> None:
+        super().__init__(data)
+        self.optimizer = make(self.params)
+
+    def run(self) -> None:
+        self.optimizer.step()
+
+    def state(self, table: int, rows: Rows) -> State:
+        return _shown(self.params[table], self.optimizer, rows)
+
+
+class SparseAdam(Stepper):
+    def __init__(self, data: Data) -> None:
+        super().__init__(data, torch.optim.SparseAdam)
+
+
+class FusedAdam(DenseStepper):
+    def __init__(self, data: Data) -> None:
+        super().__init__(data, lambda params: torch.optim.Adam(params, fused=True))
+
+
+class DglStyle(Sparse):
+    """`unique`, `index_add_`, then Adam on the gathered rows, as DGL's sparse optimizers work.
+
+    DGL averages the gradients of a row and counts steps per row; here they are summed, and steps counted per table, so
+    that the result can be compared.
+    """
+
+    def __init__(self, data: Data) -> None:
+        super().__init__(data)
+        self.moments = [(torch.zeros_like(param), torch.zeros_like(param)) for param in self.params]
+        self.steps = 0
+
+    @torch.no_grad()
+    def run(self) -> None:
+        self.steps += 1
+        size = LR * math.sqrt(1 - BETA2**self.steps) / (1 - BETA1**self.steps)
+        for param, (first, second) in zip(self.params, self.moments, strict=True):
+            gradient: Any = param.grad
+            rows, places = torch.unique(gradient._indices()[0], return_inverse=True)
+            summed = torch.zeros(len(rows), param.shape[1]).index_add_(0, places, gradient._values())
+            m = first[rows].mul_(BETA1).add_(summed, alpha=1 - BETA1)
+            v = second[rows].mul_(BETA2).addcmul_(summed, summed, value=1 - BETA2)
+            first[rows], second[rows] = m, v
+            param[rows] -= m.mul_(size).div_(v.sqrt_().add_(EPS))
+
+    def state(self, table: int, rows: Rows) -> State:
+        first, second = self.moments[table]
+        found = {"weights": self.params[table].detach(), "first": first, "second": second}
+        return {name: tensor[rows].numpy() for name, tensor in found.items()}
+
+
+class Ember(Dense):
+    """The factored second moment of Ember (arXiv 2607.01455) on the dense gradient, without momentum.
+
+    r_i averages the mean of row i of g*g, c_j the mean of column j over the rows that have a gradient
+    v_ij = r_i c_j / mean(r),  p -= lr g / (sqrt(v / (1 - beta2^t)) + eps)
+    """
+
+    def __init__(self, data: Data) -> None:
+        super().__init__(data)
+        self.factors = [(torch.zeros(data.rows), torch.zeros(data.dim)) for _ in self.params]
+        self.steps = 0
+
+    @torch.no_grad()
+    def run(self) -> None:
+        self.steps += 1
+        for param, (r, c) in zip(self.params, self.factors, strict=True):
+            gradient: Any = param.grad
+            squares = gradient.square()
+            of_rows = squares.mean(1)
+            r.lerp_(of_rows, 1 - BETA2)
+            c.lerp_(squares.sum(0).div_(of_rows.count_nonzero()), 1 - BETA2)
+            relative = r / (r.mean() * (1 - BETA2**self.steps))
+            roots = torch.outer(relative.sqrt_(), c.sqrt()).add_(EPS)
+            param.addcdiv_(gradient, roots, value=-LR)
+
+    def state(self, table: int, rows: Rows) -> State:
+        return {"weights": self.params[table].detach()[rows].numpy()}
+
+
+def parameters(data: Data) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.from_numpy(data.weights())) for _ in range(data.tables)]
+
+
+def _gradient(data: Data, ids: Tensor, values: Tensor) -> Tensor:
+    """Uncoalesced, as nn.Embedding(sparse=True) makes it."""
+    return torch.sparse_coo_tensor(ids.unsqueeze(0), values, (data.rows, data.dim), check_invariants=False)
+
+
+def _shown(param: nn.Parameter, optimizer: torch.optim.Optimizer, rows: Rows) -> State:
+    kept = optimizer.state[param]
+    found = {"weights": param, "first": kept.get("exp_avg"), "second": kept.get("exp_avg_sq")}
+    return {name: tensor.detach()[rows].numpy() for name, tensor in found.items() if isinstance(tensor, Tensor)}

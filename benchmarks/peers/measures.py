@@ -1,0 +1,141 @@
+"""One case after the other: give its data to all workers, check that they agree, let them take turns."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import cases
+from benchmarks.cases import Case
+from benchmarks.load import watch
+from benchmarks.peers.agreement import Agreement
+from benchmarks.peers.catalogue import Peer
+from benchmarks.peers.crew import Crew
+from benchmarks.peers.data import BLOCK, Data
+from benchmarks.peers.environments import MissingError
+from benchmarks.peers.groups import free_bytes, groups
+from benchmarks.peers.process import Process
+from benchmarks.peers.sizes import Bags
+from benchmarks.timing import MORE, SECONDS_PER_REPEAT, Measurement, Timing, no_garbage_collection
+
+SECONDS_PER_PEER = 6.0  # of a measurement: who is slower than others takes part in fewer rounds
+FEWEST_ROUNDS = 3
+SLOW = 1.0  # seconds; after such a step there are no cold caches and sleeping threads to speak of
+
+
+def data_of(case: Case | Bags, threads: int) -> Data:
+    """As `benchmarks.cases` draws it for the other suites."""
+    if isinstance(case, Bags):
+        ids, bag, of_gradient = (
+            case.case,
+            case.size,
+            Case(case.name, case.rows, case.dim, case.bags, False, case.tables),
+        )
+    else:
+        ids, bag, of_gradient = case, 0, case
+    return Data(
+        rows=case.rows,
+        dim=case.dim,
+        ids=np.array([[table.numpy() for table in batch] for batch in cases.batches_of_ids(ids)]),
+        values=np.array([[table._values().numpy() for table in batch] for batch in cases.gradients(of_gradient)]),
+        block=cases.parameters(Case("", min(case.rows, BLOCK), case.dim, 0))[0].detach().numpy(),
+        threads=threads,
+        bag=bag,
+    )
+
+
+def measure(kind: str, case: Case | Bags, peers: Sequence[Peer], crew: Crew, repeats: int) -> Iterator[Measurement]:
+    """A measurement per group of peers that fit into memory together; the first peer is in all of them."""
+    first, *others = peers
+    left_out = {peer.name: why for peer in others if (why := _too_large(peer, case.weights))}
+    taking_part = [peer for peer in others if peer.name not in left_out]
+    data = data_of(case, crew.threads)
+    agreement = Agreement(data)
+    with tempfile.TemporaryDirectory() as folder:
+        data.write(Path(folder))
+        for group in groups(taking_part, first, case.weights, free_bytes()):
+            workers = list(_open(group, crew, folder, agreement, left_out))
+            timings, lost, load = _timed(workers, repeats)
+            for worker in workers:
+                if worker.peer.name in lost:
+                    crew.dismiss(worker.peer)
+                else:
+                    worker.ask("close")
+            yield Measurement(kind, case.name, case.about, crew.threads, timings, left_out | lost, load)
+            left_out = {}
+
+
+def _too_large(peer: Peer, weights: int) -> str:
+    too_large = peer.at_most is not None and weights > peer.at_most
+    return f"a step on {weights / 1e6:,.0f}M weights would take minutes" if too_large else ""
+
+
+def _open(
+    group: Iterable[Peer], crew: Crew, folder: str, agreement: Agreement, left_out: dict[str, str]
+) -> Iterator[Process]:
+    """Workers with their tables, after their first steps. Who cannot is left out with its reason."""
+    for number, peer in enumerate(group):
+        try:
+            worker = crew.worker(peer)
+            worker.ask("open", folder=folder)
+            agreement.check(worker)
+        except MissingError as error:
+            if number == 0:
+                raise
+            left_out[peer.name] = str(error)
+            crew.dismiss(peer)
+        else:
+            yield worker
+
+
+def _timed(workers: Sequence[Process], repeats: int) -> tuple[dict[str, Timing], dict[str, str], float]:
+    """Times; the reasons of those who failed meanwhile; the share of the machine that other work took."""
+    first = workers[0].peer.name
+    turns = Turns(workers, repeats)
+    with watch(worker.number for worker in workers) as load, no_garbage_collection():
+        turns.take()
+    if first in turns.lost:
+        raise MissingError(f"{first}: {turns.lost[first]}")
+    timings = {name: Timing(tuple(samples)) for name, samples in turns.seconds.items() if name not in turns.lost}
+    return timings, turns.lost, load.others
+
+
+class Turns:
+    """A B C, A B C, ... with fewer rounds for those who take long."""
+
+    def __init__(self, workers: Sequence[Process], repeats: int) -> None:
+        self.workers, self.repeats = workers, repeats
+        self.seconds: dict[str, list[float]] = {worker.peer.name: [] for worker in workers}
+        self.lost: dict[str, str] = {}
+        self.steps = {worker.peer.name: 1 if self._turn(worker, 1) > SLOW else 2 for worker in workers}
+        self.rounds = {worker.peer.name: self._affordable(worker) for worker in workers}
+
+    def take(self) -> None:
+        start = time.perf_counter()
+        for number in range(self.repeats * MORE):
+            if number >= self.repeats and time.perf_counter() - start > SECONDS_PER_REPEAT * self.repeats:
+                break
+            for worker in self.workers:
+                name = worker.peer.name
+                if number < self.rounds[name] and name not in self.lost:
+                    self.seconds[name].append(self._turn(worker, self.steps[name]))
+
+    def _affordable(self, worker: Process) -> float:
+        start = time.perf_counter()
+        self._turn(worker, self.steps[worker.peer.name])
+        rounds = int(SECONDS_PER_PEER / (time.perf_counter() - start))
+        return math.inf if rounds >= self.repeats else max(min(FEWEST_ROUNDS, self.repeats), rounds)
+
+    def _turn(self, worker: Process, steps: int) -> float:
+        if worker.peer.name in self.lost:
+            return 0.0
+        try:
+            return worker.turn(steps)
+        except MissingError as error:
+            self.lost[worker.peer.name] = str(error)
+            return 0.0
