@@ -35,7 +35,6 @@ class Peer:
     rule: Rule
     bytes_per_weight: int  # at most, of its tables, moments, dense gradient and what it makes while it steps
     environment: Environment | None = None  # None: the one that rowstep is in
-    at_most: int | None = None  # weights; a step on more would take minutes
     ahead: int = 0  # by how many steps its bias correction is ahead of the count, if it is
     remark: str = ""
 
@@ -61,7 +60,7 @@ STEPS = (
         "MXNet, lazy", "mxnet_steps.LazyAdam", Rule.LAZY, 12, MXNET,
         remark="takes distinct rows only: summing duplicates is not counted",
     ),
-    Peer("JAX, `.at[].add`", "jax_steps.LazyAdam", Rule.LAZY, 16, JAX, remark="jit, donated buffers"),
+    Peer("JAX .at[].add", "jax_steps.LazyAdam", Rule.LAZY, 16, JAX, remark="jit, donated buffers"),
     Peer(
         "torch, DGL-style", "torch_steps.DglStyle", Rule.LAZY, 12,
         remark="`unique` and `index_add_`; sums duplicates, where DGL averages them",
@@ -71,7 +70,7 @@ STEPS = (
         remark="on the dense gradient, whose making is not counted",
     ),
     Peer(
-        "bitsandbytes Adam8bit", "bitsandbytes_steps.Adam8bit", Rule.EIGHT_BITS, 14, BITSANDBYTES, at_most=100_000_000,
+        "bitsandbytes Adam8bit", "bitsandbytes_steps.Adam8bit", Rule.EIGHT_BITS, 14, BITSANDBYTES,
         remark="on the dense gradient: it refuses sparse ones",
     ),
     FACTORED,

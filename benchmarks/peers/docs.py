@@ -62,7 +62,7 @@ def filled(text: str, blocks: Mapping[str, str]) -> tuple[str, list[str]]:
 
 def draw(folder: Path, measurements: Sequence[Measurement]) -> None:
     pictures: list[tuple[str, tuple[float, float], set[str], Callable[[Figure, Any], None]]] = [
-        ("peers.png", (14, 12), {"step", "loop"}, plot.draw_peers),
+        ("peers.png", (14, 9), {"step", "loop"}, plot.draw_peers),
         ("scaling.png", (13, 7.5), set(LABELS), plot.draw_curves),
         ("scaling-rows.png", (6.5, 4), {ROWS}, plot.draw_rows),
     ]

@@ -23,7 +23,7 @@ from benchmarks.peers.process import Process
 from benchmarks.peers.sizes import Bags
 from benchmarks.timing import MORE, SECONDS_PER_REPEAT, Measurement, Timing, no_garbage_collection
 
-SECONDS_PER_PEER = 6.0  # of a measurement: who is slower than others takes part in fewer rounds
+SECONDS_PER_PEER = 4.0  # of a measurement: who is slower than others takes part in fewer rounds
 FEWEST_ROUNDS = 3
 SLOW = 1.0  # seconds; after such a step there are no cold caches and sleeping threads to speak of
 
@@ -52,13 +52,12 @@ def data_of(case: Case | Bags, threads: int) -> Data:
 def measure(kind: str, case: Case | Bags, peers: Sequence[Peer], crew: Crew, repeats: int) -> Iterator[Measurement]:
     """A measurement per group of peers that fit into memory together; the first peer is in all of them."""
     first, *others = peers
-    left_out = {peer.name: why for peer in others if (why := _too_large(peer, case.weights))}
-    taking_part = [peer for peer in others if peer.name not in left_out]
     data = data_of(case, crew.threads)
     agreement = Agreement(data)
     with tempfile.TemporaryDirectory() as folder:
         data.write(Path(folder))
-        for group in groups(taking_part, first, case.weights, free_bytes()):
+        left_out: dict[str, str] = {}
+        for group in groups(others, first, case.weights, free_bytes()):
             workers = list(_open(group, crew, folder, agreement, left_out))
             timings, lost, load = _timed(workers, repeats)
             for worker in workers:
@@ -68,11 +67,6 @@ def measure(kind: str, case: Case | Bags, peers: Sequence[Peer], crew: Crew, rep
                     worker.ask("close")
             yield Measurement(kind, case.name, case.about, crew.threads, timings, left_out | lost, load)
             left_out = {}
-
-
-def _too_large(peer: Peer, weights: int) -> str:
-    too_large = peer.at_most is not None and weights > peer.at_most
-    return f"a step on {weights / 1e6:,.0f}M weights would take minutes" if too_large else ""
 
 
 def _open(
@@ -112,8 +106,10 @@ class Turns:
         self.workers, self.repeats = workers, repeats
         self.seconds: dict[str, list[float]] = {worker.peer.name: [] for worker in workers}
         self.lost: dict[str, str] = {}
-        self.steps = {worker.peer.name: 1 if self._turn(worker, 1) > SLOW else 2 for worker in workers}
-        self.rounds = {worker.peer.name: self._affordable(worker) for worker in workers}
+        self.steps: dict[str, int] = {}
+        self.rounds: dict[str, float] = {}
+        for worker in workers:
+            self._plan(worker)
 
     def take(self) -> None:
         start = time.perf_counter()
@@ -125,11 +121,16 @@ class Turns:
                 if number < self.rounds[name] and name not in self.lost:
                     self.seconds[name].append(self._turn(worker, self.steps[name]))
 
-    def _affordable(self, worker: Process) -> float:
+    def _plan(self, worker: Process) -> None:
+        """How many steps a turn of this worker has, and how many turns it gets."""
+        name, fewest = worker.peer.name, min(FEWEST_ROUNDS, self.repeats)
+        if self._turn(worker, 1) > SLOW:
+            self.steps[name], self.rounds[name] = 1, fewest
+            return
         start = time.perf_counter()
-        self._turn(worker, self.steps[worker.peer.name])
-        rounds = int(SECONDS_PER_PEER / (time.perf_counter() - start))
-        return math.inf if rounds >= self.repeats else max(min(FEWEST_ROUNDS, self.repeats), rounds)
+        self._turn(worker, 2)
+        affordable = int(SECONDS_PER_PEER / (time.perf_counter() - start))
+        self.steps[name], self.rounds[name] = 2, math.inf if affordable >= self.repeats else max(fewest, affordable)
 
     def _turn(self, worker: Process, steps: int) -> float:
         if worker.peer.name in self.lost:

@@ -1,4 +1,4 @@
-"""The pictures: times beside rowstep, and how they grow."""
+"""The pictures: how long peers take beside rowstep, and how a step's time grows."""
 
 from __future__ import annotations
 
@@ -14,69 +14,89 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-OURS, SAME_RULE, OTHER_RULE = "#1b4d7a", "#f2a65a", "#c4c9d0"
-COLOURS = {ROWSTEP: OURS, TORCH: SAME_RULE, ROOFLINE: "#8a8f98"}
-MARKS = {1: "-", 2: "--"}
+OURS, SAME_RULE, OTHER_RULE = "#1b4d7a", "#e07b1a", "#8a8f98"
+COLOURS = {ROWSTEP: OURS, TORCH: SAME_RULE, ROOFLINE: OTHER_RULE}
+NAMES = {ROOFLINE: "memory traffic alone"}
+STYLES = ("-", "--", ":")  # by the number of threads
 
 
 def draw_peers(figure: Figure, measurements: Sequence[Measurement]) -> None:
-    """A panel per case and number of threads: cases side by side, threads below each other."""
+    """A row of panels for the step and one for the whole loop, with a panel per case."""
     found = {kind: outcomes(kind, measurements) for kind in PEERS}
-    rows = [(kind, count) for kind in PEERS for count in sorted({outcome.threads for outcome in found[kind]})]
-    columns = max(sum(outcome.threads == count for outcome in found[kind]) for kind, count in rows)
-    heights = [len(PEERS[kind]) for kind, _ in rows]
-    panels = figure.subplots(len(rows), columns, squeeze=False, height_ratios=heights)
-    for (kind, count), line in zip(rows, panels, strict=True):
-        shown = [outcome for outcome in found[kind] if outcome.threads == count]
+    shown = {kind: list(dict.fromkeys(outcome.about for outcome in of_kind)) for kind, of_kind in found.items()}
+    kinds = [kind for kind in PEERS if shown[kind]]
+    columns = max(len(shown[kind]) for kind in kinds)
+    panels = figure.subplots(len(kinds), columns, squeeze=False, height_ratios=[len(PEERS[kind]) for kind in kinds])
+    for kind, line in zip(kinds, panels, strict=True):
         for number, axes in enumerate(line):
-            if number < len(shown):
-                _bars(axes, kind, shown[number], named=number == 0)
-            else:
+            if number >= len(shown[kind]):
                 axes.set_axis_off()
-    figure.suptitle("Time beside rowstep's (median, logarithmic); orange: the same rule, grey: another")
+                continue
+            about = shown[kind][number]
+            _beside(axes, kind, [outcome for outcome in found[kind] if outcome.about == about], named=number == 0)
+            title = [TITLES[kind].split(":")[0], *about.split(", ", 1)]
+            axes.set_title("\n".join(title), fontsize=8, loc="left")
+    figure.suptitle(
+        "How many times as long as rowstep (medians). Orange: the same rule, grey: another. "
+        "Filled: one thread, open: more",
+        fontsize=10,
+    )
 
 
-def _bars(axes: Axes, kind: str, outcome: Outcome, *, named: bool) -> None:
-    peers = PEERS[kind][::-1]
-    same = PEERS[kind][0].rule
+def _beside(axes: Axes, kind: str, found: Sequence[Outcome], *, named: bool) -> None:
+    """A point per peer and number of threads."""
+    first, *others = PEERS[kind]
+    peers = others[::-1]
     for place, peer in enumerate(peers):
-        entry = outcome.entries.get(peer.name)
-        if entry is None:
-            axes.text(0, place, " left out" if peer.name in outcome.left_out else "", fontsize=6, va="center",
-                      transform=axes.get_yaxis_transform())  # fmt: skip
-            continue
-        colour = OURS if peer is PEERS[kind][0] else SAME_RULE if peer.rule is same else OTHER_RULE
-        time = entry.timing.median * 1e3
-        axes.barh(place, time, color=colour)
-        label = f"{time:.3g} ms" if peer is PEERS[kind][0] else multiple(entry.by_median)
-        axes.text(time, place, f" {label}", fontsize=6, va="center")
+        colour = SAME_RULE if peer.rule is first.rule else OTHER_RULE
+        measured = [outcome for outcome in found if peer.name in outcome.entries]
+        for outcome in measured:
+            filled = colour if outcome.threads == 1 else "none"
+            axes.plot(outcome.entries[peer.name].by_median, place, "o", color=colour, markerfacecolor=filled)
+        ratios = ", ".join(multiple(outcome.entries[peer.name].by_median) for outcome in measured)
+        axes.annotate(
+            ratios or "left out" * any(peer.name in outcome.left_out for outcome in found),
+            (1, place),
+            xycoords=axes.get_yaxis_transform(),
+            va="center",
+            ha="right",
+            fontsize=7,
+        )
+    axes.axvline(1, color=OURS, linewidth=1)
     axes.set_xscale("log")
-    axes.margins(x=0.25)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.set_yticks(range(len(peers)), [peer.name for peer in peers] if named else [""] * len(peers), fontsize=7)
+    low, high = axes.get_xlim()
+    axes.set_xlim(min(low, 0.5), high * (high / min(low, 0.5)) ** 0.5)  # room for the figures
+    axes.xaxis.set_major_formatter("{x:g}x")
+    axes.xaxis.set_minor_formatter("")
+    axes.set_yticks(range(len(peers)), [peer.name for peer in peers] if named else [""] * len(peers), fontsize=8)
+    axes.set_ylim(-0.6, len(peers) - 0.4)
     axes.tick_params(axis="x", labelsize=7)
-    axes.set_title(f"{TITLES[kind].split(':')[0]}, {threads(outcome.threads)}\n{outcome.about}", fontsize=7, loc="left")
-    axes.set_xlabel("ms", fontsize=7)
+    axes.grid(alpha=0.2)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def draw_curves(figure: Figure, measurements: Sequence[Measurement]) -> None:
-    axes_shown = [axis for axis in LABELS if any(measured.kind == axis for measured in measurements)]
-    columns = min(3, len(axes_shown))
-    panels = figure.subplots(-(-len(axes_shown) // columns), columns, squeeze=False).flat
-    for axes, axis in zip(panels, axes_shown, strict=False):
-        draw_curve(axes, axis, [measured for measured in measurements if measured.kind == axis])
-    for axes in list(panels)[len(axes_shown) :]:
+    """A panel per axis, and the legend in the place of one more."""
+    shown = [axis for axis in LABELS if any(measured.kind == axis for measured in measurements)]
+    columns = min(3, len(shown) + 1)
+    panels = list(figure.subplots(-(-(len(shown) + 1) // columns), columns, squeeze=False).flat)
+    for axes, axis in zip(panels, shown, strict=False):
+        _curve(axes, axis, [measured for measured in measurements if measured.kind == axis])
+    for axes in panels[len(shown) :]:
         axes.set_axis_off()
+    panels[len(shown)].legend(*panels[0].get_legend_handles_labels(), loc="center", frameon=False)
     figure.suptitle("Time of one step (median)")
 
 
 def draw_rows(figure: Figure, measurements: Sequence[Measurement]) -> None:
     """The one for the README."""
-    draw_curve(figure.subplots(), ROWS, [measured for measured in measurements if measured.kind == ROWS])
+    axes = figure.subplots()
+    _curve(axes, ROWS, [measured for measured in measurements if measured.kind == ROWS])
+    axes.legend(fontsize=8, frameon=False)
+    axes.set_title("Time of one step (median)", fontsize=10)
 
 
-def draw_curve(axes: Axes, axis: str, measurements: Sequence[Measurement]) -> None:
+def _curve(axes: Axes, axis: str, measurements: Sequence[Measurement]) -> None:
     """A line per contender and number of threads; by threads, a line per contender."""
     counts = [0] if axis == THREADS else sorted({measured.threads for measured in measurements if measured.timings})
     for name, colour in COLOURS.items():
@@ -86,18 +106,20 @@ def draw_curve(axes: Axes, axis: str, measurements: Sequence[Measurement]) -> No
                 for measured in measurements
                 if name in measured.timings and count in (0, measured.threads)
             ]
-            label = name.replace(ROOFLINE, "memory traffic alone") + (f", {threads(count)}" if count else "")
-            style = ("-", "--", ":")[number % 3]
+            label = NAMES.get(name, name) + (f", {threads(count)}" if count else "")
+            style = STYLES[number % len(STYLES)]
             axes.plot(*zip(*points, strict=True), style, color=colour, marker="o", markersize=3, label=label)
-    axes.set_xscale("linear" if axis == THREADS else "log")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
+    about = measurements[0].about
     if axis == THREADS:
         axes.set_xticks(sorted({int(measured.name) for measured in measurements}))
-    axes.set_xlabel(
-        f"{LABELS[axis]} ({measurements[0].about.rpartition(', ')[0] or measurements[0].about})", fontsize=8
-    )
+    else:
+        axes.set_xscale("log")
+        about = about.rpartition(", ")[0]  # without the point
+    axes.set_xlabel(f"{LABELS[axis]} ({about})", fontsize=8)
     axes.set_ylabel("ms", fontsize=8)
-    axes.legend(fontsize=6, frameon=False)
+    axes.tick_params(labelsize=8)
     axes.grid(alpha=0.2)
     axes.spines[["top", "right"]].set_visible(False)

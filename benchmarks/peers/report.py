@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.contenders import ROOFLINE, ROWSTEP, TORCH
 from benchmarks.peers.catalogue import LOOPS, STEPS, Peer
-from benchmarks.peers.sizes import LABELS
+from benchmarks.peers.sizes import LABELS, THREADS
 from benchmarks.report import table_of_numbers
 from benchmarks.timing import Measurement, Timing
 
@@ -162,13 +163,23 @@ def contestants(versions: Mapping[str, Mapping[str, str]], missing: Mapping[str,
 
 
 def curve(axis: str, measurements: Sequence[Measurement]) -> Grid:
-    names = list(dict.fromkeys(name for measured in measurements for name in measured.timings))
+    """A line per point and number of threads."""
     lines = []
     for measured in measurements:
-        cells = [milliseconds(measured.timings[name].median) if name in measured.timings else "" for name in names]
-        reason = "; ".join(dict.fromkeys(measured.left_out.values()))
-        lines.append([f"{int(measured.name):,}", str(measured.threads), *(cells if measured.timings else [reason])])
-    return Grid(f"By {LABELS[axis]}: median ms", [LABELS[axis], "threads", *names], lines, words=0)
+        point = [f"{int(measured.name):,}", *([] if axis == THREADS else [str(measured.threads)])]
+        cells = [
+            milliseconds(measured.timings[name].median) if name in measured.timings else measured.left_out.get(name, "")
+            for name in (ROWSTEP, TORCH, ROOFLINE)
+        ]
+        lines.append([*point, *cells, *(_over(measured, *pair) for pair in ((TORCH, ROWSTEP), (ROWSTEP, ROOFLINE)))])
+    point = [LABELS[axis], *([] if axis == THREADS else ["threads"])]
+    headings = [*point, ROWSTEP, TORCH, "memory traffic alone", "torch / rowstep", "rowstep / traffic"]
+    return Grid(f"By {LABELS[axis]}: median ms", headings, lines, words=0)
+
+
+def _over(measured: Measurement, slow: str, fast: str) -> str:
+    ratio = measured.ratio(slow, fast)
+    return "" if ratio is None else multiple(ratio) + " *" * measured.disturbed
 
 
 def bars(reached: Sequence[Mapping[str, Any]]) -> Grid:

@@ -73,10 +73,12 @@ class PeersSuite(Suite):
             console.print(sentence, soft_wrap=True)
 
     def draw(self, figure: Figure) -> bool:
-        compared = self.of_kind("step", "loop")
-        if compared:
+        """The peers, or the curves if there is nothing else; `benchmarks.peers.docs` draws both."""
+        if compared := self.of_kind("step", "loop"):
             plot.draw_peers(figure, compared)
-        return bool(compared)
+        elif self.measurements:
+            plot.draw_curves(figure, self.measurements)
+        return bool(self.measurements)
 
     def findings(self) -> dict[str, Any]:
         return {"versions": self.versions, "missing": self.missing}
