@@ -66,8 +66,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         choices=SUITES,
         default="sparse",
-        help="SparseAdam (default), DeferredAdam, sharded tables, kinds of state, other packages, what models learn with "
-        "less state, or what they learn if only rows with a gradient move",
+        help="SparseAdam (default), DeferredAdam, sharded tables, kinds of state, other packages, what models learn "
+        "with less state, or what they learn if only rows with a gradient move",
     )
     parser.add_argument("--only", nargs="+", metavar="PART", help="parts of the suite, such as zipf-1m, loop or flush")
     parser.add_argument(

@@ -118,28 +118,29 @@ def test_measurements_come_back_from_json() -> None:
     ]
 
 
-def test_docs_are_filled_and_drawn_from_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "peers.md"
-    page.write_text(
-        "before\n<!-- measured: step-ratios -->\nold\n<!-- end -->\n"
-        "between\n<!-- measured: by-nothing -->\nkept\n<!-- end -->\nafter\n"
-    )
-    (tmp_path / "peers.json").write_text(json.dumps(document()))
-    line = [str(tmp_path / "peers.json"), "--docs", str(tmp_path)]
-    assert docs.main(line) == 0
-    text = page.read_text()
+def write_docs(folder: Path, page: str, **changed: Any) -> int:
+    (folder / "page.md").write_text(page)
+    (folder / "peers.json").write_text(json.dumps(document(**changed)))
+    return docs.main([str(folder / "peers.json"), "--page", str(folder / "page.md"), "--docs", str(folder)])
+
+
+def test_docs_are_filled_and_drawn_from_the_file(tmp_path: Path) -> None:
+    assert write_docs(tmp_path, "before\n\n<!-- measured: step-ratios -->\n\nafter\n") == 0
+    text = (tmp_path / "peers.md").read_text()
     assert "| torch SparseAdam | same | 1 | 4.0x (4.0x) |" in text
-    assert "old" not in text
-    assert "kept" in text
-    assert "left as it was: by-nothing" in capsys.readouterr().out
+    assert text.startswith("before\n\n|")
+    assert text.endswith("|\n\nafter\n")
     assert all(is_png(tmp_path / name) for name in ("peers.png", "scaling.png", "scaling-rows.png"))
-    assert docs.main(line) == 0
-    assert page.read_text() == text  # again changes nothing
+
+
+def test_docs_refuse_a_run_of_some_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert write_docs(tmp_path, "<!-- measured: step-ratios -->\n<!-- measured: by-nothing -->\n") == 1
+    assert "lacks by-nothing" in capsys.readouterr().err
+    assert not (tmp_path / "peers.md").exists()
 
 
 def test_docs_refuse_the_figures_of_a_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "peers.json").write_text(json.dumps(document(quick=True)))
-    assert docs.main([str(tmp_path / "peers.json"), "--docs", str(tmp_path)]) == 1
+    assert write_docs(tmp_path, "", quick=True) == 1
     assert "measure again" in capsys.readouterr().err
 
 
@@ -154,6 +155,6 @@ def test_blocks_tell_who_is_missing_and_what_was_disturbed() -> None:
 
 
 def test_the_page_asks_for_blocks_that_a_run_makes() -> None:
-    asked = {place["name"] for place in docs.PLACE.finditer((docs.DOCS / "peers.md").read_text())}
+    asked = {place["name"] for place in docs.PLACE.finditer(docs.PAGE.read_text())}
     assert asked
     assert asked <= pages.blocks(document()).keys()

@@ -2,8 +2,8 @@
 
     python -m benchmarks.peers.docs [out/peers.json]
 
-Fills the places in docs/peers.md that are marked with `<!-- measured: NAME -->` and `<!-- end -->`, NAME being a block
-of `pages`, and draws its pictures. A place whose block was not measured stays as it is, and is named.
+Writes docs/peers.md: page.md, with what was measured in the places marked `<!-- measured: NAME -->`, NAME being a block
+of `pages`. Draws the pictures of the page beside it. A run that lacks a block is refused, since a page is of one run.
 """
 
 from __future__ import annotations
@@ -24,40 +24,36 @@ from rowstep.cli import extras
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+PAGE = Path(__file__).with_name("page.md")
 DOCS = Path(__file__).parents[2] / "docs"
-PLACE = re.compile(r"(<!-- measured: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+PLACE = re.compile(r"<!-- measured: (?P<name>[\w-]+) -->")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers.docs", description="Fill docs/peers.md.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers.docs", description="Write docs/peers.md.")
     parser.add_argument("measured", nargs="?", type=Path, default=Path("out/peers.json"))
-    parser.add_argument("--docs", type=Path, default=DOCS, help="where peers.md and its pictures are")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the page without its figures")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="where peers.md and its pictures go")
     arguments = parser.parse_args(argv)
     document = json.loads(arguments.measured.read_text())
     if document["quick"]:
         print(f"{arguments.measured} is of a quick run, whose figures mean nothing: measure again", file=sys.stderr)
         return 1
-    page = arguments.docs / "peers.md"
-    text, missing = filled(page.read_text(), pages.blocks(document))
-    page.write_text(text)
+    text, missing = filled(arguments.page.read_text(), pages.blocks(document))
+    if missing:
+        print(
+            f"{arguments.measured} lacks {', '.join(missing)}: run `python -m benchmarks peers` whole", file=sys.stderr
+        )
+        return 1
+    (arguments.docs / "peers.md").write_text(text)
     draw(arguments.docs, pages.measurements_of(document))
-    for name in missing:
-        print(f"not measured, so left as it was: {name}")
     return 0
 
 
 def filled(text: str, blocks: Mapping[str, str]) -> tuple[str, list[str]]:
     """The text with all blocks in their places, and the names of places that have no block."""
-    missing = []
-
-    def fill(place: re.Match[str]) -> str:
-        name = place["name"]
-        if name not in blocks:
-            missing.append(name)
-            return place[0]
-        return f"{place[1]}\n{blocks[name]}\n\n{place[3]}"
-
-    return PLACE.sub(fill, text), missing
+    missing = [place["name"] for place in PLACE.finditer(text) if place["name"] not in blocks]
+    return PLACE.sub(lambda place: blocks.get(place["name"], place[0]), text), missing
 
 
 def draw(folder: Path, measurements: Sequence[Measurement]) -> None:
