@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         nargs="+",
+        action="extend",
         choices=["float32", "float64", "bfloat16", "float16"],
-        default=["float32"],
         help="dtypes of the tables (default: float32)",
     )
 
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rowstep.cli._warm_up import training
 
     start, first = time.perf_counter(), len(cache.records)
-    for dtype in dict.fromkeys(arguments.dtype):
+    for dtype in dict.fromkeys(arguments.dtype or ["float32"]):
         for name in _OPTIMIZERS:
             begun, before = time.perf_counter(), len(cache.records)
             with warnings.catch_warnings():
@@ -106,10 +106,10 @@ def _show_folders(found: list[Record], seconds: float) -> None:
     for folder in sorted({path.parent for path in paths}):
         inside = [path for path in paths if path.parent == folder]
         megabytes = sum(path.stat().st_size for path in inside) / 1e6
-        print(f"{len(inside)} kernels, {megabytes:.1f} MB, in {folder}")
+        print(f"{len(inside)} kernels, {megabytes:.1f} MB, in {folder.resolve()}")
     config: Any = numba.config
     cpu = config.CPU_NAME or llvmlite.binding.get_host_cpu_name()
-    print(f"They took {seconds:.1f} s. They are for the CPU {cpu}; on another, the first step compiles its own.")
+    print(f"Done in {seconds:.1f} s. These kernels are for the CPU {cpu}; on another, the first step compiles its own.")
 
 
 def _failed(trouble: str) -> int:
