@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -140,6 +141,15 @@ def test_a_parameter_that_is_listed_twice_takes_two_steps(name: str) -> None:
 # How threads share a launch. A mistake here would be memory that two threads write to.
 
 
+def jobs_for(ids: list[NDArray[np.int64]], jobs: list[tuple[int, int, int]]) -> NDArray[np.int64]:
+    """As the walk has them; each of ``jobs`` is a number of rows, of ids and of columns."""
+    words = np.zeros((len(jobs), walk.JOB_WORDS), np.int64)
+    for word, numbers, (rows, count, columns) in zip(words, ids, jobs, strict=True):
+        bits = (count - 1).bit_length(), (rows - 1).bit_length()
+        word[:8] = numbers.ctypes.data, count, rows, 0, 0, columns, *bits
+    return words.reshape(-1)
+
+
 @given(
     jobs=st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 300), st.integers(1, 70)), min_size=1, max_size=12),
     parts=st.integers(2, 9),
@@ -151,13 +161,9 @@ def test_pieces_cover_every_row_once_and_have_keys_of_their_own(
 ) -> None:
     rng = np.random.default_rng(seed)
     ids = [(rng.random(count) ** (20 if popular else 1) * rows).astype(np.int64) for rows, count, _ in jobs]
-    words = np.zeros((len(jobs), walk.JOB_WORDS), np.int64)
-    for word, numbers, (rows, count, columns) in zip(words, ids, jobs, strict=True):
-        bits = (count - 1).bit_length(), (rows - 1).bit_length()
-        word[:8] = numbers.ctypes.data, count, rows, 0, 0, columns, *bits
     room = walk.room_for_pieces(len(jobs), parts)
     pieces = np.full(room + 1, -7)
-    needed = walk.share(words.reshape(-1), parts, pieces[:room])
+    needed = walk.share(jobs_for(ids, jobs), parts, pieces[:room])
 
     assert pieces[-1] == -7
     assert pieces[0] == parts
@@ -180,6 +186,20 @@ def test_pieces_cover_every_row_once_and_have_keys_of_their_own(
         assert len(set(starts)) <= 1
         end = reach
     assert needed >= end
+
+
+@pytest.mark.parametrize("popular", [0, 999_000], ids=["first", "last"])
+def test_threads_share_rows_evenly_when_few_rows_have_half_of_the_occurrences(popular: int) -> None:
+    """As in a vocabulary that is sorted by frequency: it takes longer to update rows than to add up duplicates."""
+    rng = np.random.default_rng(0)
+    count = 65_536
+    ids = rng.integers(0, 1_000_000, count)
+    ids[::2] = popular + rng.integers(0, 10, count // 2)
+    pieces = np.empty(walk.room_for_pieces(1, 2), np.int64)
+    walk.share(jobs_for([ids], [(1_000_000, count, 64)]), 2, pieces)
+    cut = pieces[4 + walk.HIGH]
+    rows = np.unique(ids)
+    assert 0.35 < (rows < cut).mean() < 0.65
 
 
 # Numba's pool

@@ -6,8 +6,8 @@ It knows no rule. It is handed a compiled function and folds it over the rows, a
     look_ahead(row, table)                         asks for the memory that a later visit will touch
 
 The duplicates of a row are summed in order of occurrence, in a buffer that stays in the cache. Threads share a launch
-by rows: the gradients of a launch are laid end to end and cut into equal pieces, and where a cut falls into a table, it
-falls between two rows. No row is shared, so the result has the same bits for any number of threads.
+by rows: the gradients of a launch are laid end to end and cut into pieces that take equally long, and where a cut falls
+into a table, it falls between two rows. No row is shared, so the result has the same bits for any number of threads.
 
 A launch takes *jobs*, records of ``JOB_WORDS`` 64-bit words in memory. The first eight say where a gradient is; the
 others belong to whoever visits. All tables of a group that have the same dtypes are one launch.
@@ -40,6 +40,11 @@ _G_LINES_AHEAD = 64
 # Fine enough to balance a few dozen threads; a row is never cut.
 _SHARE_BITS = 10
 _SHARES = 1 << _SHARE_BITS
+
+# What a row takes, beside an occurrence of it: its weights and moments are read and written, a gradient is only read
+# (0.18 against 0.03 µs at 1M x 64). Vocabularies that are sorted by frequency have half of the occurrences in a few
+# rows: cut by occurrences alone, a second thread made 65,536 of their ids 1.2x faster, cut by both 1.6x.
+_ROW_COST = 6
 
 
 def room_for_pieces(jobs: int, parts: int) -> int:
@@ -151,10 +156,14 @@ def share(jobs, parts, pieces):
         if is_cut(part, parts, total, seen + work):
             shift = np.uint64(max(0, job[ROW_BITS] - _SHARE_BITS))
             count_upper_bits(int64s_at(job[ROWS_AT], job[COUNT]), shift, counts)
-            digit = occurrences = np.int64(0)
+            cost = np.int64(0)
+            for digit in range(counts.size):
+                cost += cost_of(counts[digit], shift)
+            digit = occurrences = spent = np.int64(0)
             while is_cut(part, parts, total, seen + work):
-                wanted = (total * ((part + 1) / parts) - seen) / work * job[COUNT]
-                while occurrences < wanted and digit < counts.size:
+                wanted = (total * ((part + 1) / parts) - seen) / work * cost
+                while spent < wanted and digit < counts.size:
+                    spent += cost_of(counts[digit], shift)
                     occurrences += counts[digit]
                     digit += 1
                 high = min(np.int64(np.uint64(digit) << shift), job[ROW_COUNT])
@@ -186,6 +195,15 @@ def count_upper_bits(rows, shift, counts):
         counts[bits] = 0
     for row in rows:
         counts[np.uint64(row) >> shift] += 1
+
+
+@njit(**INNER)
+def cost_of(occurrences, shift):
+    """About how long so many occurrences take among the rows that share their upper bits, in occurrences.
+
+    How many of these rows occur is not known before they are sorted: no more than there are, nor than occurrences.
+    """
+    return occurrences + _ROW_COST * min(occurrences, np.int64(1) << np.int64(shift))
 
 
 @njit(**INNER)
