@@ -44,8 +44,8 @@ class InThisProcess:
         self.worker = Worker(f"{CONTESTANTS}.{module}", name, 1)
         self.worker.open(str(folder))
 
-    def turn(self, steps: int) -> float:
-        return float(self.worker.turn(steps)["seconds"])
+    def turn(self, steps: int, warm_up: float = 0.0) -> list[float]:
+        return list(self.worker.turn(steps, warm_up)["seconds"])
 
     def state(self, table: int, rows: NDArray[np.int64]) -> dict[str, NDArray[np.float32]]:
         np.save(self.folder / "rows.npy", rows)

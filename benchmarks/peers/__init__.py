@@ -4,6 +4,6 @@
     python -m benchmarks.peers.docs
 
 The first command measures, the second makes docs/peers.md and its pictures of what was measured. One driver asks
-worker processes for one timed repetition each in turn. The workers run in environments that know neither torch nor
+worker processes for a few timed steps each in turn. The workers run in environments that know neither torch nor
 rowstep, so nothing is imported here.
 """

@@ -68,8 +68,8 @@ class Process:
             raise MissingError(reply["error"])
         return reply
 
-    def turn(self, steps: int) -> float:
-        seconds: float = self.ask("turn", steps=steps)["seconds"]
+    def turn(self, steps: int, warm_up: float = 0.0) -> list[float]:
+        seconds: list[float] = self.ask("turn", steps=steps, warm_up=warm_up)["seconds"]
         return seconds
 
     def state(self, table: int, rows: NDArray[np.int64]) -> dict[str, NDArray[np.float32]]:

@@ -45,19 +45,24 @@ class Worker:
         gc.collect()
         return {}
 
-    def turn(self, steps: int) -> dict[str, Any]:
-        """Take so many steps on the next batches; the time of the last one counts.
+    def turn(self, steps: int, warm_up: float = 0.0) -> dict[str, Any]:
+        """Take so many steps on the next batches, and time each, after some that count for nothing.
 
-        The first one wakes threads and fills caches, which others have emptied since the last turn.
+        Those go on for ``warm_up`` seconds. They wake threads, let the system find a core for each, and fill caches,
+        which others have emptied since the last turn.
         """
-        seconds = 0.0
-        for _ in range(steps):
-            self.contestant.prepare(self.steps)
-            start = time.perf_counter()
-            self.contestant.run()
-            seconds = time.perf_counter() - start
-            self.steps += 1
-        return {"seconds": seconds}
+        until = time.perf_counter() + warm_up
+        while time.perf_counter() < until:
+            self._step()
+        return {"seconds": [self._step() for _ in range(steps)]}
+
+    def _step(self) -> float:
+        self.contestant.prepare(self.steps)
+        start = time.perf_counter()
+        self.contestant.run()
+        seconds = time.perf_counter() - start
+        self.steps += 1
+        return seconds
 
     def state(self, table: int, rows: str, to: str) -> dict[str, Any]:
         """Write these rows of the weights, and of the moments where the contestant shows them, to a file."""
