@@ -57,6 +57,14 @@ def test_who_was_left_out_is_in_the_table_and_in_a_sentence() -> None:
     ]
 
 
+def test_a_short_table_has_a_line_per_case_and_number_of_threads() -> None:
+    groups = [measured("loop", count, ours=[0.001, 0.002, 0.009], fbgemm=[0.004]) for count in (1, 2)]
+    grid = report.loops_in_short(groups)
+    columns = [grid.headings.index(name) for name in (ROWSTEP_LOOP.name, FBGEMM_LOOP.name)]
+    assert [line[:2] for line in grid.lines] == [["a case", "1"], ["", "2"]]
+    assert [[line[column] for column in columns] for line in grid.lines] == [["2.00", "4.00"]] * 2
+
+
 def test_markdown_has_a_line_per_row_and_numbers_to_the_right() -> None:
     grid = report.Grid("title", ["", "rule", "ms"], [["a", "b", "1.0"]], words=2)
     assert grid.markdown().splitlines() == ["|  | rule | ms |", "| --- | --- | ---: |", "| a | b | 1.0 |"]
@@ -120,8 +128,17 @@ def test_measurements_come_back_from_json() -> None:
 
 def write_docs(folder: Path, page: str, **changed: Any) -> int:
     (folder / "page.md").write_text(page)
-    (folder / "peers.json").write_text(json.dumps(document(**changed)))
-    return docs.main([str(folder / "peers.json"), "--page", str(folder / "page.md"), "--docs", str(folder)])
+    (folder / "measured.json").write_text(json.dumps(document(**changed)))
+    return docs.main([str(folder / "measured.json"), "--page", str(folder / "page.md"), "--docs", str(folder)])
+
+
+def test_the_page_and_the_readme_have_the_figures_of_their_data() -> None:
+    """After a change of page.md: `python -m benchmarks.peers.docs docs/peers.json`."""
+    blocks = pages.blocks(json.loads((docs.DOCS / "peers.json").read_text()))
+    text, missing = docs.filled(docs.PAGE.read_text(), blocks)
+    assert not missing
+    assert (docs.DOCS / "peers.md").read_text() == text
+    assert blocks["loop-short"] in (docs.DOCS.parent / "README.md").read_text()
 
 
 def test_docs_are_filled_and_drawn_from_the_file(tmp_path: Path) -> None:
@@ -131,6 +148,7 @@ def test_docs_are_filled_and_drawn_from_the_file(tmp_path: Path) -> None:
     assert text.startswith("before\n\n|")
     assert text.endswith("|\n\nafter\n")
     assert all(is_png(tmp_path / name) for name in ("peers.png", "scaling.png", "scaling-rows.png"))
+    assert json.loads((tmp_path / "peers.json").read_text()) == json.loads((tmp_path / "measured.json").read_text())
 
 
 def test_docs_refuse_a_run_of_some_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,8 @@
     python -m benchmarks.peers.docs [out/peers.json]
 
 Writes docs/peers.md: page.md, with what was measured in the places marked `<!-- measured: NAME -->`, NAME being a block
-of `pages`. Draws the pictures of the page beside it. A run that lacks a block is refused, since a page is of one run.
+of `pages`. Puts the pictures of the page and the file itself beside it: after a change of page.md's words, give it
+docs/peers.json. A run that lacks a block is refused, since a page is of one run. The README has the block `loop-short`.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 1
     (arguments.docs / "peers.md").write_text(text)
+    (arguments.docs / "peers.json").write_text(json.dumps(document, separators=(",", ":")) + "\n")
     draw(arguments.docs, pages.measurements_of(document))
     return 0
 
@@ -60,7 +62,7 @@ def draw(folder: Path, measurements: Sequence[Measurement]) -> None:
     pictures: list[tuple[str, tuple[float, float], set[str], Callable[[Figure, Any], None]]] = [
         ("peers.png", (14, 9), {"step", "loop"}, plot.draw_peers),
         ("scaling.png", (13, 7.5), set(LABELS), plot.draw_curves),
-        ("scaling-rows.png", (6.5, 4), {ROWS}, plot.draw_rows),
+        ("scaling-rows.png", (8, 4), {ROWS}, plot.draw_rows),
     ]
     for name, size, kinds, draw_on in pictures:
         if shown := [measured for measured in measurements if measured.kind in kinds]:

@@ -66,7 +66,8 @@ def _beside(axes: Axes, kind: str, found: Sequence[Outcome], *, named: bool) -> 
     axes.set_xscale("log")
     low, high = axes.get_xlim()
     axes.set_xlim(min(low, 0.5), high * (high / min(low, 0.5)) ** 0.5)  # room for the figures
-    axes.xaxis.set_major_formatter("{x:g}x")
+    axes.locator_params(axis="x", numticks=4)
+    axes.xaxis.set_major_formatter("{x:,.7g}x")
     axes.xaxis.set_minor_formatter("")
     axes.set_yticks(range(len(peers)), [peer.name for peer in peers] if named else [""] * len(peers), fontsize=8)
     axes.set_ylim(-0.6, len(peers) - 0.4)
@@ -92,7 +93,7 @@ def draw_rows(figure: Figure, measurements: Sequence[Measurement]) -> None:
     """The one for the README."""
     axes = figure.subplots()
     _curve(axes, ROWS, [measured for measured in measurements if measured.kind == ROWS])
-    axes.legend(fontsize=8, frameon=False)
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     axes.set_title("Time of one step (median)", fontsize=10)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.contenders import ROOFLINE, ROWSTEP, TORCH
-from benchmarks.peers.catalogue import LOOPS, STEPS, Peer
+from benchmarks.peers.catalogue import IN_README, LOOPS, STEPS, Peer
 from benchmarks.peers.sizes import LABELS, THREADS
 from benchmarks.report import table_of_numbers
 from benchmarks.timing import Measurement, Timing
@@ -102,6 +102,17 @@ def ratios(kind: str, measurements: Sequence[Measurement]) -> Grid:
 
 def times(kind: str, measurements: Sequence[Measurement]) -> Grid:
     return _by_peer(kind, measurements, PEERS[kind], _time, "median (min) in ms")
+
+
+def loops_in_short(measurements: Sequence[Measurement]) -> Grid:
+    """A line per case and number of threads, with the medians of those in the README alone."""
+    lines, about = [], ""
+    for outcome in outcomes("loop", measurements):
+        medians = [_cell(outcome, peer.name, lambda entry: milliseconds(entry.timing.median)) for peer in IN_README]
+        lines.append([outcome.about if outcome.about != about else "", str(outcome.threads), *medians])
+        about = outcome.about
+    headings = ["whole loop, median ms", "threads", *(peer.name for peer in IN_README)]
+    return Grid(f"{TITLES['loop']}: median ms", headings, lines)
 
 
 def _by_peer(
