@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -31,7 +30,6 @@ from pictures import is_png
 
 STEP = Case("step", 300, 8, 64, zipf=True, tables=2)
 LOOP = Bags("loop", 300, 8, 16, 4, zipf=True, tables=2)
-WEIGHTED = Bags("weighted", 300, 8, 16, 4, zipf=True, tables=2, weighted=True)
 HERE = [peer for peer in (*STEPS, *LOOPS) if peer.environment is None]
 
 
@@ -86,18 +84,6 @@ def checked(peer: Peer, case: Case | Bags, folder: Path, **changes: Any) -> None
 @pytest.mark.parametrize("peer", HERE, ids=lambda peer: peer.name)
 def test_contestants_of_our_own_environment_agree(peer: Peer, tmp_path: Path) -> None:
     checked(peer, STEP if peer in STEPS else LOOP, tmp_path)
-
-
-@pytest.mark.parametrize("peer", [peer for peer in HERE if peer in LOOPS], ids=lambda peer: peer.name)
-def test_contestants_agree_on_weighted_bags(peer: Peer, tmp_path: Path) -> None:
-    checked(peer, WEIGHTED, tmp_path)
-
-
-def test_a_contestant_that_ignores_the_weights_of_bags_is_refused(tmp_path: Path) -> None:
-    data = measures.data_of(WEIGHTED, 1)
-    dataclasses.replace(data, factors=np.ones_like(data.factors)).write(tmp_path)
-    with pytest.raises(DisagreementError, match="weights after one step differ"):
-        Agreement(data).check(cast(Process, InThisProcess(ROWSTEP_LOOP, tmp_path)))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ huge pages where the system has them, which torch's own are not.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,8 +23,12 @@ from benchmarks.peers.sizes import DUPLICATES, IDS, LABELS, ROWS, THREADS, WIDTH
 from benchmarks.sparse import roofline
 from benchmarks.timing import Contender, Measurement, measure, threads
 from rowstep import SparseAdam
+from rowstep._kernels.memory import CACHE_LINE
 
 FIELDS = {ROWS: "rows", IDS: "ids", WIDTH: "dim"}
+
+COLD = 128e6  # bytes that are touched before a batch comes again, or else rows would stay in the cache
+MOST_BATCHES = 150
 
 
 def measured(curve: Curve, counts: Sequence[int], repeats: int) -> Iterator[Measurement]:
@@ -49,7 +54,8 @@ class Point:
     """The contenders of one case, which share its table and moments, after one step of each that came out the same."""
 
     def __init__(self, case: Case, occurrences: int) -> None:
-        self.gradients = _repeated(case, occurrences) if occurrences else [batch[0] for batch in cases.gradients(case)]
+        batches = [] if occurrences else cases.gradients(case, _batches(case))
+        self.gradients = _repeated(case, occurrences) if occurrences else [batch[0] for batch in batches]
         self.ours: torch.optim.Optimizer = SparseAdam(cases.parameters(case))
         (self.table,) = weights(self.ours)
         self.theirs: torch.optim.Optimizer = torch.optim.SparseAdam([self.table])
@@ -57,10 +63,11 @@ class Point:
         touch_state(self.ours)
 
     def contenders(self, count: int) -> list[Contender]:
-        pool = [[gradient] for gradient in self.gradients]
+        # Nobody comes right after another with the same batch: its rows would still be in the cache.
+        ours, theirs, moved = (_beginning_at(third, self.gradients) for third in range(3))
         state = self.ours.state[self.table]
         tables = (self.table, state["exp_avg"], state["exp_avg_sq"])
-        traffic = [roofline.traffic(gradient, tables, count) for gradient in self.gradients]
+        traffic = [roofline.traffic(gradient, tables, count) for gradient in moved]
         batch = traffic[0]
 
         def prepare(number: int) -> None:
@@ -68,7 +75,11 @@ class Point:
             batch = traffic[number % len(traffic)]
 
         roof = Contender(ROOFLINE, prepare, lambda: batch.move())
-        return [stepper(ROWSTEP, self.ours, pool), stepper(TORCH, self.theirs, pool), roof]
+        return [
+            stepper(ROWSTEP, self.ours, [[gradient] for gradient in ours]),
+            stepper(TORCH, self.theirs, [[gradient] for gradient in theirs]),
+            roof,
+        ]
 
     def _check(self, case: Case) -> None:
         """Our step; then the rows are put back, and torch takes its step from there."""
@@ -86,6 +97,16 @@ class Point:
         self.theirs.step()
         for name, our, tensor in zip(("weights", "exp_avg", "exp_avg_sq"), ours, shared, strict=True):
             check_close(f"{case.about}: {name}", our, tensor[rows])
+
+
+def _batches(case: Case) -> int:
+    touched = 3 * case.ids * max(CACHE_LINE, 4 * case.dim)
+    return min(MOST_BATCHES, max(POOL, math.ceil(COLD / touched)))
+
+
+def _beginning_at(third: int, gradients: list[Tensor]) -> list[Tensor]:
+    first = third * len(gradients) // 3
+    return gradients[first:] + gradients[:first]
 
 
 def _repeated(case: Case, occurrences: int) -> list[Tensor]:

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 BLOCK = 10_000  # rows of random weights, repeated to the end of a table: drawing 320 million numbers takes seconds
 
-ARRAYS = ("ids", "values", "block", "factors")
-
 
 @dataclass(frozen=True)
 class Data:
@@ -24,7 +22,6 @@ class Data:
     ids: NDArray[np.int64]  # (batches, tables, ids); in bags of `bag` ids, if it is not 0
     values: NDArray[np.float32]  # (batches, tables, ids or bags, dim), the gradient
     block: NDArray[np.float32]  # (at most BLOCK, dim)
-    factors: NDArray[np.float32]  # of each id in its bag, shaped as `ids`; of no id where bags are plain sums
     threads: int
     bag: int = 0
 
@@ -35,10 +32,6 @@ class Data:
     @property
     def batches(self) -> int:
         return len(self.ids)
-
-    @property
-    def is_weighted(self) -> bool:
-        return bool(self.factors.size)
 
     def weights(self) -> NDArray[np.float32]:
         """The weights every table starts with."""
@@ -57,18 +50,16 @@ class Data:
         ids, values = self.ids[batch, table], self.values[batch, table]
         if self.bag:
             values = values.repeat(self.bag, axis=0)
-        if self.is_weighted:
-            values = values * self.factors[batch, table][:, np.newaxis]
         order = np.argsort(ids, kind="stable")
         rows, starts = np.unique(ids[order], return_index=True)
         return rows, np.add.reduceat(values[order], starts, axis=0)
 
     def write(self, folder: Path) -> None:
-        for name in ARRAYS:
+        for name in ("ids", "values", "block"):
             np.save(folder / f"{name}.npy", getattr(self, name))
         (folder / "case.json").write_text(json.dumps({"rows": self.rows, "dim": self.dim, "bag": self.bag}))
 
     @classmethod
     def read(cls, folder: Path, threads: int) -> Data:
-        arrays = {name: np.load(folder / f"{name}.npy") for name in ARRAYS}
+        arrays = {name: np.load(folder / f"{name}.npy") for name in ("ids", "values", "block")}
         return cls(**json.loads((folder / "case.json").read_text()), **arrays, threads=threads)

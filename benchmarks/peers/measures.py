@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks import cases
 from benchmarks.cases import Case
@@ -38,30 +37,22 @@ TIMED_STEPS = 3
 def data_of(case: Case | Bags, threads: int) -> Data:
     """As `benchmarks.cases` draws it for the other suites."""
     if isinstance(case, Bags):
-        of_ids, bag, of_gradient = (
+        ids, bag, of_gradient = (
             case.case,
             case.size,
             Case(case.name, case.rows, case.dim, case.bags, False, case.tables),
         )
     else:
-        of_ids, bag, of_gradient = case, 0, case
-    ids = np.array([[table.numpy() for table in batch] for batch in cases.batches_of_ids(of_ids)])
+        ids, bag, of_gradient = case, 0, case
     return Data(
         rows=case.rows,
         dim=case.dim,
-        ids=ids,
+        ids=np.array([[table.numpy() for table in batch] for batch in cases.batches_of_ids(ids)]),
         values=np.array([[table._values().numpy() for table in batch] for batch in cases.gradients(of_gradient)]),
         block=cases.parameters(Case("", min(case.rows, BLOCK), case.dim, 0))[0].detach().numpy(),
-        factors=_factors(ids) if isinstance(case, Bags) and case.weighted else np.empty(0, np.float32),
         threads=threads,
         bag=bag,
     )
-
-
-def _factors(ids: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Powers of two, so that sums are exact in any order. Half are negative: to ignore them changes the first step."""
-    drawn: NDArray[np.float32] = np.random.default_rng(1).choice(np.array([-2, -1, 0.5, 1], np.float32), ids.shape)
-    return drawn
 
 
 def measure(kind: str, case: Case | Bags, peers: Sequence[Peer], crew: Crew, repeats: int) -> Iterator[Measurement]:

@@ -18,13 +18,12 @@ class Bags:
     size: int
     zipf: bool = False
     tables: int = 1
-    weighted: bool = False
 
     @property
     def about(self) -> str:
         many = f"{self.tables} tables of " if self.tables > 1 else ""
         kind = "Zipf" if self.zipf else "uniform"
-        ids = f"{self.bags:,} {'weighted ' * self.weighted}bags of {self.size} {kind} id{'s' * (self.size > 1)}"
+        ids = f"{self.bags:,} bags of {self.size} {kind} id{'s' * (self.size > 1)}"
         return f"{many}{short(self.rows)} x {self.dim}, {ids}{' each' * (self.tables > 1)}"
 
     @property
@@ -72,7 +71,6 @@ FULL = Sizes(
     loops=(
         Bags("bags-zipf-1m", 1_000_000, 64, 4_096, 16, zipf=True),
         Bags("bags-uniform-1m", 1_000_000, 64, 4_096, 16),
-        Bags("bags-weighted-1m", 1_000_000, 64, 4_096, 16, weighted=True),
         Bags("bags-26-tables", 100_000, 16, 2_048, 1, tables=26),
         Bags("bags-8-tables", 1_000_000, 32, 1_024, 20, tables=8),
     ),
@@ -92,7 +90,6 @@ QUICK = Sizes(
     ),
     loops=(
         Bags("bags-zipf-20k", 20_000, 16, 256, 8, zipf=True),
-        Bags("bags-weighted-20k", 20_000, 16, 256, 8, weighted=True),
         Bags("bags-3-tables", 5_000, 16, 512, 1, tables=3),
     ),
     curves=(

@@ -29,9 +29,6 @@ class Bags:
         for table in self.module.split_embedding_weights():
             table.copy_(torch.from_numpy(data.weights()))
         self.ids = [torch.from_numpy(batch).flatten() for batch in data.ids]
-        self.factors: list[torch.Tensor | None] = [None] * data.batches
-        if data.is_weighted:
-            self.factors = [torch.from_numpy(batch).flatten() for batch in data.factors]
         self.offsets = torch.arange(0, self.ids[0].numel() + 1, data.bag)
         # (bags, tables * dim): it puts the outputs of all tables side by side
         self.values = [torch.from_numpy(batch).transpose(0, 1).flatten(1) for batch in data.values]
@@ -41,8 +38,7 @@ class Bags:
         self.number = number % len(self.ids)
 
     def run(self) -> None:
-        ids, factors = self.ids[self.number], self.factors[self.number]
-        self.module(ids, self.offsets, factors).backward(self.values[self.number])
+        self.module(self.ids[self.number], self.offsets).backward(self.values[self.number])
 
     def state(self, table: int, rows: NDArray[np.int64]) -> dict[str, NDArray[np.float32]]:
         return {"weights": self.module.split_embedding_weights()[table][rows].numpy()}

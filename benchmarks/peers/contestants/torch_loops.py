@@ -16,11 +16,8 @@ class Loop:
     def __init__(self, data: Data, make: Callable[[Iterable[Tensor]], torch.optim.Optimizer]) -> None:
         torch.set_num_threads(data.threads)
         self.bags = nn.ModuleList(self._bag(data) for _ in data.ids[0])
-        in_bags = (*data.ids.shape[:2], -1, data.bag)
-        self.ids = [list(batch) for batch in torch.from_numpy(data.ids.reshape(in_bags))]
-        self.factors: list[list[Tensor | None]] = [[None] * data.tables for _ in data.ids]
-        if data.is_weighted:
-            self.factors = [list(batch) for batch in torch.from_numpy(data.factors.reshape(in_bags))]
+        bags_of_ids = data.ids.reshape(*data.ids.shape[:2], -1, data.bag)
+        self.ids = [list(batch) for batch in torch.from_numpy(bags_of_ids)]
         self.values = [list(batch) for batch in torch.from_numpy(data.values)]
         self.optimizer = make(self.bags.parameters())
         self.number = 0
@@ -34,8 +31,7 @@ class Loop:
 
     def run(self) -> None:
         self.optimizer.zero_grad()
-        batch = zip(self.bags, self.ids[self.number], self.factors[self.number], strict=True)
-        outputs = [bag(ids, per_sample_weights=factors) for bag, ids, factors in batch]
+        outputs = [bag(ids) for bag, ids in zip(self.bags, self.ids[self.number], strict=True)]
         torch.autograd.backward(outputs, self.values[self.number])
         self.optimizer.step()
 
