@@ -34,7 +34,8 @@ def blocks(document: Mapping[str, Any]) -> dict[str, str]:
             made[f"{kind}-ratios"] = report.ratios(kind, measurements).markdown()
             made[f"{kind}-times"] = report.times(kind, measurements).markdown()
             made[f"{kind}-left-out"] = "\n".join(f"- {line}" for line in report.left_out(kind, measurements))
-    made["loop-short"] = report.loops_in_short(measurements).markdown()
+    if any(measured.kind == "loop" for measured in measurements):
+        made["loop-short"] = report.loops_in_short(measurements).markdown()
     for axis in LABELS:
         if of_axis := [measured for measured in measurements if measured.kind == axis]:
             made[f"by-{axis}"] = report.curve(axis, of_axis).markdown()
