@@ -246,6 +246,40 @@ def test_gradients_of_several_lookups_are_added_up(ranks: Ranks, places: str | i
         assert {name: grad.tolist() for name, grad in found.items()} == expected
 
 
+def accumulate_after_nothing(rank: int, collection: bool) -> dict[str, Tensor]:
+    """No rank asks for a row in the first lookup, so the gradients of all tables are empty when it is added to."""
+    torch.manual_seed(0)
+    plain: dict[str, Plain] = {
+        name: nn.Embedding(rows, 2, sparse=True, dtype=DTYPE) for name, rows in (("a", 6), ("b", 8), ("c", 5))
+    }
+    tables = ShardedEmbeddingCollection(plain, plan=dict.fromkeys(plain, "divided")) if collection else None
+    nothing = torch.empty(0, dtype=torch.int64)
+    several = [{"a": nothing, "b": nothing, "c": nothing}, {name: torch.arange(5) for name in plain}]
+    for ids in (several[0], several[0], several[1], several[0], several[1]):
+        read = read_plainly(plain, ids) if tables is None else tables(ids)
+        torch.autograd.backward([value.mul(n + 1).sum() for n, value in enumerate(read.values())])
+    found = {}
+    for name, table in plain.items():
+        grad = table.weight.grad if tables is None else tables[name].weight.grad
+        assert grad is not None
+        found[name] = grad.to_dense()
+        if tables is not None:
+            order, mine = tables[name]._shard.order, tables[name]._shard.positions
+            full = torch.zeros(table.weight.shape, dtype=DTYPE)
+            full[order.ids(torch.arange(mine.start, mine.stop))] = found[name]
+            if dist.is_initialized():
+                dist.all_reduce(full)
+            found[name] = full
+    return found
+
+
+def test_gradients_are_added_to_empty_ones(ranks: Ranks) -> None:
+    expected = accumulate_after_nothing(0, False)
+    assert all(grad.any() for grad in expected.values())
+    for found in (accumulate_after_nothing(0, True), *ranks.run(2, accumulate_after_nothing, True)):
+        assert {name: grad.tolist() for name, grad in found.items()} == {n: g.tolist() for n, g in expected.items()}
+
+
 # Messages
 
 

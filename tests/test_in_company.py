@@ -126,6 +126,22 @@ def test_a_scaler_may_unscale_first() -> None:
     assert optimizer.state[weight]["step"] == 1
 
 
+def test_a_scaler_divides_gradients_that_share_memory_once_if_one_is_cloned() -> None:
+    """What docs/faq.md says: where outputs of tables are added, torch would divide the memory they share twice."""
+    tables = [torch.nn.Embedding(4, 2, sparse=True) for _ in range(2)]
+    optimizer = SparseAdam([module.weight for module in tables])
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    ids = torch.tensor([1])
+    scaler.scale(((tables[0](ids) + tables[1](ids)) * torch.tensor([1.0, 2.0])).sum()).backward()
+    for module in tables[1:]:
+        assert module.weight.grad is not None
+        module.weight.grad = module.weight.grad.clone()
+    scaler.unscale_(optimizer)
+    for module in tables:
+        assert module.weight.grad is not None
+        assert module.weight.grad.to_dense()[1].tolist() == [1.0, 2.0]
+
+
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.10 says so to everyone who profiles
 def test_a_profiler_names_the_step() -> None:
     model = network()

@@ -16,7 +16,7 @@ from . import _backends
 from ._gradient import RowGradient, row_gradient
 from ._part import Peers, identities, part_of
 from ._plan import refuse_outside
-from ._scale import like_sparse, replace, scale_what_torch_cannot
+from ._scale import like_sparse, replace, scaled
 from ._state import compute_dtype
 from ._torch_internals import entries_of
 
@@ -37,9 +37,8 @@ def clip_grad_norm_(
         g ← g · min(1, max_norm / (norm + 1e-6))
 
     The norm of a sparse gradient is that of what it sums to. ``param.grad`` stays the same object, and each gradient is
-    scaled once, even if parameters share one or several gradients share memory. A dense gradient is scaled in place. A
-    sparse one may get a new values tensor, so that other tensors that share the old one, such as what was passed to
-    ``backward``, do not change.
+    scaled once, even if parameters share one. torch scales the dense gradients, in place. A sparse gradient gets a new
+    values tensor, because other gradients, or what was passed to ``backward``, may share the old one.
 
     For a sharded table, the norm covers the rows of all ranks, and every rank of its group must make this call. Other
     gradients are assumed to be the same on every rank, as under DistributedDataParallel.
@@ -75,8 +74,13 @@ def clip_grad_norm_(
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     if factor.is_cpu and factor == 1:  # nothing to clip, and reading the factor costs no wait for a device
         return total
-    left = scale_what_torch_cannot(parameters, factor)
-    torch.nn.utils.clip_grads_with_norm_(left, max_norm, total, foreach)
+    # Each gradient once, even if parameters share one. All new values come first: a dense gradient, which torch scales
+    # in place, may be the memory of a sparse one.
+    sparse, dense = _split(list({id(param.grad): param for param in parameters}.values()))
+    clipped = [(grad, scaled(grad, factor)) for grad in sparse]
+    torch.nn.utils.clip_grads_with_norm_(dense, max_norm, total, foreach)
+    for grad, entries in clipped:
+        replace(grad, entries)
     return total
 
 

@@ -4,7 +4,6 @@ what                                  for what                                  
 ``_indices``, ``_values``             a gradient's entries, uncoalesced         nothing works: tests fail at once
 ``_version``                          whether torch has written to a tensor     the same
 ``_is_zerotensor``                    gradients that have no memory             torch refuses such a gradient
-``_storage_Use_Count``, ``_cdata``    whether values are nobody else's          clipping always makes new values
 ``is_functorch_wrapped_tensor``       ids under vmap                            each lookup flushes its table
 ``_get_tracing_state`` and ``_set_``  keep catch-ups out of torch.jit.trace     they are traced
 ``_disable_dynamo``                   an import without torch's compiler        rowstep takes 1 s longer to import
@@ -52,7 +51,6 @@ _is_functorch_wrapped: Any = getattr(_functorch, "is_functorch_wrapped_tensor", 
 _get_tracing_state: Any = getattr(torch._C, "_get_tracing_state", None)
 _set_tracing_state: Any = getattr(torch._C, "_set_tracing_state", None)
 _modes_in_force: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
-_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 
 try:
     from torch._guards import detect_fake_mode
@@ -93,11 +91,6 @@ def writes_to(tensor: Tensor) -> int:
 def has_no_memory(grad: Tensor) -> bool:
     """Whether this is one of torch's zeros that exist in name only."""
     return hasattr(grad, "_is_zerotensor") and grad._is_zerotensor()
-
-
-def holders_of(storage: Any) -> int | None:
-    """How many hold a storage, if that can be told."""
-    return None if _use_count is None else int(_use_count(storage._cdata))
 
 
 # Tracing

@@ -264,8 +264,8 @@ class ShardedTable(nn.Module):
         if (padding := self._local_padding) is not None:
             kept = rows != padding
             rows, grads = rows[kept], grads[kept]
-        # Not views of what other tables have: torch adds to an empty gradient in place, and writes beyond its end.
-        rows, grads = _owned(rows), _owned(grads)
+        if not len(rows):  # tables share the storage of empty parts, and torch fills an empty gradient in place
+            rows, grads = rows.clone(), grads.clone()
         return torch.sparse_coo_tensor(rows.unsqueeze(0), grads, self.weight.shape, check_invariants=False)
 
     def positions(self, ids: Tensor) -> Tensor:
@@ -332,12 +332,6 @@ class ShardedTable(nn.Module):
             text += f", max_norm={self.max_norm}, norm_type={self.norm_type}"
         owned = self._shard.positions
         return f"{text}, gradient={self.gradient!r}, rank {self.rank} of {self.ranks} owns {len(owned)} rows"
-
-
-def _owned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy if others share its memory."""
-    is_alone = tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if is_alone else tensor.clone()
 
 
 def _are_the_same(arguments: tuple[Any, ...], announced: tuple[Any, ...]) -> bool:
