@@ -8,9 +8,3 @@ measured on.
 
 A suite is a package with a subclass of `suite.Suite`, which `command.SUITES` knows by its name.
 """
-
-import sys
-from pathlib import Path
-
-# Ranks are started by the helper of the tests, tests/ranks.py. Workers inherit the path.
-sys.path.append(str(Path(__file__).parents[1] / "tests"))

@@ -26,9 +26,9 @@ from benchmarks.quality.interactions import DataError
 from benchmarks.quality.lazy import LazySuite
 from benchmarks.sparse import SparseSuite
 from benchmarks.suite import Suite
-from ranks import RankError
 from rowstep.cli import extras
 from rowstep.cli.arguments import positive
+from tests.helpers.ranks import RankError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from ranks import Ranks
+from tests.helpers.ranks import Ranks
 
 # Where all test runs of this user keep compiled kernels. Numba reads it once, when it is imported, and only the first
 # step on the numba backend does that.

@@ -26,9 +26,11 @@ VERSIONS = ("2.8.0", "2.10.0", "2.13.0", NEWEST)
 
 # What meets torch: its numbers, its checkpoints, its modules and tracers, its process groups.
 TESTS = """
-same_as_torch torch_words dtypes gradients state_dict plain_checkpoints optimizer_surface hooks bad_input clip
-deferred_same_as_torch deferred_watch deferred_wrapped deferred_tracing sharded sharded_checkpoints ddp ddp_around
-twin_group torch_version
+sparse/test_same_as_torch docs/test_torch_words sparse/test_dtypes sparse/test_gradients state/test_state_dict
+state/test_plain_checkpoints sparse/test_optimizer_surface sparse/test_hooks sparse/test_bad_input clip/test_clip
+deferred/test_same_as_torch deferred/test_watch deferred/test_wrapped deferred/test_tracing distributed/test_sharded
+distributed/test_sharded_checkpoints distributed/test_ddp distributed/test_ddp_around distributed/test_twin_group
+docs/test_torch_version
 """
 
 ROOT = Path(__file__).parent.parent
@@ -105,7 +107,7 @@ def make_environment(version: str) -> str:
 def run_tests(python: str, versions: tuple[str, ...]) -> Outcome:
     """Run the core tests and count."""
     report = ENVIRONMENT / "report.xml"
-    files = [f"tests/test_{name}.py" for name in TESTS.split()]
+    files = [f"tests/{name}.py" for name in TESTS.split()]
     begin = time.monotonic()
     command = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", f"--junitxml={report}", *files]
     code = subprocess.run(command, cwd=ROOT, check=False).returncode

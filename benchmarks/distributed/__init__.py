@@ -23,7 +23,7 @@ from benchmarks.distributed import (
 )
 from benchmarks.distributed.sizes import BALANCED_RANKS, FULL, QUICK, WHOLE_STEP_RANKS, Sizes
 from benchmarks.suite import Part, Suite
-from ranks import Ranks
+from tests.helpers.ranks import Ranks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.cases import Case, short
-from ranks import Ranks
 from rowstep import DeferredAdamW, SparseAdam
 from rowstep.distributed import ShardedEmbedding, ShardedEmbeddingBag
+from tests.helpers.ranks import Ranks
 
 TOLERANCES = {"float32": 1e-6, "float64": 1e-12}
 KINDS = ("Embedding", "EmbeddingBag, sum", "EmbeddingBag, mean")

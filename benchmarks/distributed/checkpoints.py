@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from benchmarks.cases import Case, short
-from ranks import Ranks
 from rowstep import DeferredAdamW, SparseAdam
 from rowstep.distributed import ShardedEmbedding, load
+from tests.helpers.ranks import Ranks
 
 STEPS = 5  # before saving, and after it
 OPTIMIZERS = ("SparseAdam by row", "DeferredAdamW")

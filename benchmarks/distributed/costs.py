@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.cases import Case, popularity, short
-from ranks import Ranks
 from rowstep import DeferredAdam, SparseAdam
 from rowstep._layout import RowOrder
 from rowstep.distributed import ShardedEmbedding, bytes_per_step, count_traffic
 from rowstep.distributed._placement import Blocks
+from tests.helpers.ranks import Ranks
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from benchmarks.contenders import DisagreementError
 from benchmarks.distributed.timings import other_pids, slowest
 from benchmarks.load import watch
 from benchmarks.timing import Measurement, Timing, no_garbage_collection
-from ranks import Ranks
 from rowstep.distributed import ShardedEmbedding, ShardedEmbeddingCollection
+from tests.helpers.ranks import Ranks
 
 ONE, PLANNED, DIVIDED, APART = "one table", "collection", "collection, divided", "tables apart"
 WAYS = (ONE, PLANNED, DIVIDED, APART)

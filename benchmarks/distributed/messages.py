@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import popularity
-from ranks import Ranks
 from rowstep import SparseAdam
 from rowstep.distributed import ShardedEmbeddingCollection, Size, count_traffic, plan_tables
+from tests.helpers.ranks import Ranks
 
 WIDTHS = (4, 8, 16, 24, 32, 64)
 FEWEST_ROWS, MOST_ROWS, FEWEST_IDS, MOST_IDS = 100, 100_000, 16, 2_048

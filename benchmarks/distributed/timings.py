@@ -19,7 +19,7 @@ from benchmarks.distributed.stopwatch import Stopwatch
 from benchmarks.distributed.training import DEFERRED, DENSE_DDP, OUR_DDP, SHARDED, TORCH_DDP, Trainer, trainer
 from benchmarks.load import watch
 from benchmarks.timing import Measurement, Timing, no_garbage_collection
-from ranks import Ranks
+from tests.helpers.ranks import Ranks
 
 WAYS = (SHARDED, DEFERRED, TORCH_DDP, OUR_DDP)
 MODELS = {SHARDED: TORCH_DDP, OUR_DDP: TORCH_DDP, DEFERRED: DENSE_DDP}  # what each must agree with

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.distributed.agreement import LEARNING_RATE, OPTIMIZERS, Agreement, largest
-from ranks import Ranks
 from rowstep import DeferredAdamW, SparseAdam
 from rowstep.distributed import ShardedEmbeddingCollection
+from tests.helpers.ranks import Ranks
 
 DTYPE = torch.float64
 PLANS = ("planned", "divided", "everywhere", "mixed")

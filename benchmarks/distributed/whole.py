@@ -19,9 +19,9 @@ from benchmarks.distributed.timings import AGREEING_STEPS, check, difference, ot
 from benchmarks.distributed.training import OUTPUTS, TORCH_DDP, Trainer
 from benchmarks.load import watch
 from benchmarks.timing import Measurement, no_garbage_collection
-from ranks import Ranks
 from rowstep import SparseAdam
 from rowstep.distributed import ShardedEmbeddingCollection, ddp
+from tests.helpers.ranks import Ranks
 
 TOGETHER = "collection, SparseAdam"
 WAYS = (TOGETHER, TORCH_DDP)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from clients.side_by_side import REPORT
+from tests.clients.side_by_side import REPORT
 
 HERE = Path(__file__).parent
 WANTED = os.environ.get("ROWSTEP_CLIENTS") == "1"

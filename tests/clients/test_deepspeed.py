@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from clients.side_by_side import REPORT, Both, Line, Seen, same_bits, same_run
-from ranks import Ranks
 from rowstep import DeferredAdam, SparseAdam, StaleRowsError
+from tests.clients.side_by_side import REPORT, Both, Line, Seen, same_bits, same_run
+from tests.helpers.ranks import Ranks
 
 RANKS, ROWS, WIDTH = 2, 100, 6
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clients.side_by_side import Both, Seen, assert_same_run
 from rowstep import DeferredAdam, SparseAdam
+from tests.clients.side_by_side import Both, Seen, assert_same_run
 
 TABLES, WIDTH, DENSE, BATCH = 26, 4, 5, 16
 SIZES = [3 + 11 * table for table in range(TABLES)]

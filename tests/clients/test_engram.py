@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from clients.side_by_side import Seen, assert_same_run
 from rowstep import DeferredAdamW
+from tests.clients.side_by_side import Seen, assert_same_run
 
 WIDTH, BATCH, LENGTH = 12, 4, 16
 PRIMES = {2: (211, 223), 3: (227, 229)}

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clients.side_by_side import Seen, assert_same_bits, assert_same_run
 from rowstep import DeferredAdam, SparseAdam
+from tests.clients.side_by_side import Seen, assert_same_bits, assert_same_run
 
 RATES = {"means": 1.6e-2, "opacities": 5e-2, "sh0": 2.5e-2, "shN": 2.5e-2 / 20}
 SPLATS, SEEN_AT_ONCE = 150, 40

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from clients.side_by_side import Seen, assert_same_run
 from rowstep import DeferredAdam, SparseAdam
+from tests.clients.side_by_side import Seen, assert_same_run
 
 ENTITIES, RELATIONS, WIDTH, NEGATIVES = 200, 4, 8, 6
 

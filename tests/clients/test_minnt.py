@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from clients.side_by_side import Seen, assert_same_run
 from rowstep import SparseAdam
+from tests.clients.side_by_side import Seen, assert_same_run
 
 WORDS, SUFFIXES, TAGS, WIDTH, LENGTH, EPOCHS = 200, 30, 5, 8, 6, 4
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import rowstep
-from clients.side_by_side import Both, Seen, assert_same_run
+from tests.clients.side_by_side import Both, Seen, assert_same_run
 
 WORDS, WIDTH, LENGTH, PAD = 120, 8, 6, 0
 

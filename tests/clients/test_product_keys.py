@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clients.side_by_side import Both, Seen, assert_same_run
 from rowstep import DeferredAdam, SparseAdam
+from tests.clients.side_by_side import Both, Seen, assert_same_run
 
 WIDTH, HEADS, KEYS, NEAREST = 8, 2, 16, 4
 

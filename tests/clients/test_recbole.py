@@ -24,8 +24,8 @@ from recbole.trainer import Trainer
 from recbole.utils import init_seed
 from torch import Tensor
 
-from clients.side_by_side import Seen, assert_same_run
 from rowstep import DeferredAdam, SparseAdam
+from tests.clients.side_by_side import Seen, assert_same_run
 
 # RecBole 1.2.1 was written for NumPy 1, pandas 2 and an earlier torch, and warns of what has changed since.
 pytestmark = pytest.mark.filterwarnings("ignore")

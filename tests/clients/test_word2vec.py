@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from clients.side_by_side import Seen, assert_same_run
 from rowstep import DeferredAdam, SparseAdam
+from tests.clients.side_by_side import Seen, assert_same_run
 
 WORDS, WIDTH, NOISE = 300, 8, 5
 

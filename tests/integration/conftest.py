@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ratings import RIVALS, Rivals
+from tests.helpers.ratings import RIVALS, Rivals
 
 HERE = Path(__file__).parent
 # PyKEEN keeps what it has read of its data sets, by default in the home directory. It looks here when it is imported.

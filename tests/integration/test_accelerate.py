@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 import rowstep
-from ratings import Make, Rivals, Taste, ratings
+from tests.helpers.ratings import Make, Rivals, Taste, ratings
 
 
 @pytest.fixture(autouse=True)

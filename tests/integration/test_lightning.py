@@ -13,7 +13,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 import rowstep
-from ratings import Make, Rivals, Taste, ratings
+from tests.helpers.ratings import Make, Rivals, Taste, ratings
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 import rowstep
-from ratings import Make, TorchsTwo
 from rowstep import DeferredAdam, DeferredAdamW, SparseAdam
+from tests.helpers.ratings import Make, TorchsTwo
 
 WORDS, RATE = 200, 0.01
 

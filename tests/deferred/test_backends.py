@@ -1,0 +1,97 @@
+"""The kernels compute what the reference says, and the same bits for any number of threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rowstep import DeferredAdamW
+from rowstep._kernels.workspace import PARALLEL_FROM_BYTES
+from tests.helpers.deferred_cases import step_caught_up, zipf
+from tests.helpers.gradients import bits, copy_of, rows_of, same_bits, step_with, table
+
+
+def results(
+    backend: str, threads: int, start: Tensor, gradients: list[Tensor], options: dict[str, Any]
+) -> dict[str, Tensor]:
+    """The flushed weights and moments after steps with these gradients."""
+    torch.set_num_threads(threads)
+    param = copy_of(start)
+    optimizer = DeferredAdamW([param], lr=0.01, **options)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("ROWSTEP_BACKEND", backend)
+        for gradient in gradients:
+            step_caught_up(optimizer, param, gradient)
+        optimizer.flush()
+    return {"weights": param.detach(), **optimizer.state[param]}
+
+
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True, "eps": 1e-3}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 1e-7])
+def test_the_kernels_compute_what_the_reference_says(dtype: torch.dtype, scale: float, options: dict[str, Any]) -> None:
+    """With a small scale the terms are added one by one, with a large one the series is good enough."""
+    start = table(50, 3, dtype=dtype)
+    gradients = [rows_of(start, zipf(50, 5), scale * torch.randn(5, 3)) for _ in range(80)]
+    expected = results("reference", 1, start, gradients, options)
+    actual = results("numba", 1, start, gradients, options)
+    tolerance = 1e-14 if dtype == torch.float64 else 2e-6
+    for key, value in expected.items():
+        torch.testing.assert_close(actual[key], value, rtol=tolerance, atol=tolerance * value.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sixteen_bits_are_within_a_rounding(dtype: torch.dtype) -> None:
+    start = table(50, 3, dtype=dtype)
+    gradients = [rows_of(start, zipf(50, 5)) for _ in range(30)]
+    expected = results("reference", 1, start, gradients, {"eps": 1e-4})
+    actual = results("numba", 1, start, gradients, {"eps": 1e-4})
+    apart = (bits(actual["weights"]).int() - bits(expected["weights"]).int()).abs()
+    assert apart.max() <= 2
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-9])
+def test_any_number_of_threads_gives_the_same_bits(scale: float) -> None:
+    """Catching up by ids, flushing a range, and the step itself, each with half a megabyte and more to do."""
+    rows, columns, count = 5000, 33, 4000
+    start = table(rows, columns)
+    count = PARALLEL_FROM_BYTES // (columns * 4) + 100
+    gradients = [rows_of(start, zipf(rows, count), scale * torch.randn(count, columns)) for _ in range(4)]
+    one = results("numba", 1, start, gradients, {})
+    for threads in (2, 3):
+        other = results("numba", threads, start, gradients, {})
+        for key, value in one.items():
+            assert same_bits(other[key], value), key
+
+
+def test_ids_that_come_twice_are_brought_up_to_date_once() -> None:
+    start = table(40, 3, dtype=torch.float64)
+    for backend in ("reference", "numba"):
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("ROWSTEP_BACKEND", backend)
+            params = [copy_of(start), copy_of(start)]
+            for param, again in zip(params, (1, 3), strict=True):
+                optimizer = DeferredAdamW([param], lr=0.01)
+                for ids in (range(40), [1], [1]):
+                    step_with(optimizer, param, rows_of(param, list(ids), 1.0))
+                optimizer.catch_up(param, torch.arange(40).repeat(again)[::2])
+                optimizer.catch_up(param, torch.arange(40).repeat(again))
+            assert same_bits(*params)
+
+
+@pytest.mark.parametrize("change", ["reference", "numba"])
+def test_the_backend_may_change_in_the_middle_of_a_run(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits is the same for both."""
+    start = table(30, 3, dtype=torch.float64)
+    gradients = [rows_of(start, zipf(30, 3)) for _ in range(40)]
+    expected = results("numba", 1, start, gradients, {})["weights"]
+    param = copy_of(start)
+    optimizer = DeferredAdamW([param], lr=0.01)
+    for number, gradient in enumerate(gradients):
+        monkeypatch.setenv("ROWSTEP_BACKEND", change if number % 7 < 3 else "numba")
+        step_caught_up(optimizer, param, gradient)
+    optimizer.flush()
+    torch.testing.assert_close(param.detach(), expected, rtol=0, atol=1e-14)

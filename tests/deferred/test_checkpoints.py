@@ -1,0 +1,191 @@
+"""A flushed state dict is torch's: it loads there and theirs load here, in the middle of a run."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from rowstep import DeferredAdam, DeferredAdamW, SparseAdam
+from tests.helpers.deferred_cases import BAR, Twins, assert_same_parameter, distance, embedding, in_memory, zipf
+from tests.helpers.gradients import Snapshot, rows_of, step_with, table
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+OPTIONS: list[dict[str, Any]] = [
+    {"lr": 0.01},
+    {"lr": 0.02, "betas": (0.5, 0.99), "eps": 1e-6, "maximize": True},
+    {"weight_decay": 0.1, "amsgrad": True},
+]
+
+
+def waiting(**options: Any) -> Twins:
+    """Twins in the middle of a run, with rows that wait."""
+    twins = Twins(embedding(), **options)
+    twins.look_up(*range(40))
+    twins.run(15, rows=30)
+    return twins
+
+
+def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+def ours_for(twins: Twins, **options: Any) -> DeferredAdam:
+    return (DeferredAdamW if isinstance(twins.ours, DeferredAdamW) else DeferredAdam)(twins.model, **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_ours_loads_into_torchs_and_the_run_goes_on(options: dict[str, Any]) -> None:
+    twins = waiting(**options)
+    new = (torch.optim.AdamW if "weight_decay" in options else torch.optim.Adam)(twins.model.parameters())
+    new.load_state_dict(through_a_file(twins.ours.state_dict()))
+    assert new.param_groups[0]["betas"] == twins.theirs.param_groups[0]["betas"]
+    twins.model.sparse = False
+    for _ in range(15):
+        batch, goal = zipf(40, 4), torch.randn(4, 3, dtype=torch.float64)
+        for model, optimizer in ((twins.model, new), (twins.twin, twins.theirs)):
+            optimizer.zero_grad()
+            (model(batch) - goal).square().mean().backward()
+            optimizer.step()
+    assert_same_parameter(new, twins.model.weight, twins.theirs, twins.twin.weight)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_torchs_loads_into_ours_and_the_run_goes_on(options: dict[str, Any], fused: bool) -> None:
+    twins = waiting(**options)
+    twins.theirs.param_groups[0]["fused"] = fused
+    start = copy.deepcopy(twins.twin.state_dict())
+    twins.ours = ours_for(twins)
+    twins.model.load_state_dict(start)
+    twins.ours.load_state_dict(through_a_file(twins.theirs.state_dict()))
+    assert twins.ours.param_groups[0]["lr"] == twins.theirs.param_groups[0]["lr"]
+    twins.run(20, rows=40)
+    assert distance(in_memory(twins.model.weight), twins.twin.weight) > BAR
+    twins.assert_same()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_ours_loads_into_ours(options: dict[str, Any]) -> None:
+    twins = waiting(**options)
+    weights, state = through_a_file(twins.model.state_dict()), through_a_file(twins.ours.state_dict())
+    twins.model = embedding()
+    twins.model.load_state_dict(weights)
+    twins.ours = ours_for(twins)
+    twins.ours.load_state_dict(state)
+    twins.run(20, rows=40)
+    twins.assert_same()
+
+
+def test_a_state_is_loaded_while_rows_wait() -> None:
+    """What they still have to do, they do first: loading an optimizer's state leaves the weights as they are."""
+    twins = waiting(weight_decay=0.1)
+    other = through_a_file(waiting(weight_decay=0.1, lr=0.02).theirs.state_dict())
+    twins.each(lambda model, optimizer: optimizer.load_state_dict(copy.deepcopy(other)))
+    twins.run(20, rows=40)
+    twins.assert_same()
+
+
+def test_back_to_a_checkpoint() -> None:
+    twins = waiting(weight_decay=0.1)
+    saved = [
+        (through_a_file(model.state_dict()), through_a_file(optimizer.state_dict()))
+        for model, optimizer in ((twins.model, twins.ours), (twins.twin, twins.theirs))
+    ]
+    twins.run(10, rows=40)
+    for (model, optimizer), (weights, state) in zip(
+        ((twins.model, twins.ours), (twins.twin, twins.theirs)), saved, strict=True
+    ):
+        optimizer.load_state_dict(state)
+        model.load_state_dict(weights)
+    twins.run(20, rows=40)
+    assert twins.ours.state[twins.model.weight]["step"] == 36
+    twins.assert_same()
+
+
+def test_a_saved_state_is_not_changed_by_going_on() -> None:
+    twins = waiting()
+    saved = twins.ours.state_dict()
+    before = through_a_file(saved)
+    twins.ours.load_state_dict(saved)
+    twins.run(5, rows=40)
+    assert saved["param_groups"] == before["param_groups"]
+    assert before["state"][0]["step"] == 16
+
+
+def test_a_state_that_cannot_be_deferred_is_refused_and_nothing_has_changed() -> None:
+    twins = Twins(embedding(), lr=0.01)
+    twins.run(16, rows=40)
+    twins.ours.flush()
+    before = Snapshot(twins.ours)
+    adam = torch.optim.Adam(twins.twin.parameters(), weight_decay=0.1)
+    with pytest.raises(ValueError, match=r"in group 0 of the loaded state; expected 0, because L2.*Use DeferredAdamW"):
+        twins.ours.load_state_dict(adam.state_dict())
+    adam = torch.optim.Adam(twins.twin.parameters(), betas=(0.99, 0.9))
+    with pytest.raises(ValueError, match=r"Invalid betas: \(0.99, 0.9\) in group 0 of the loaded state"):
+        twins.ours.load_state_dict(adam.state_dict())
+    before.assert_unchanged()
+    twins.run(5, rows=40)
+    twins.assert_same()
+
+
+@pytest.mark.parametrize("step", [3, 3.0, torch.tensor(3), torch.tensor([3.0]), torch.tensor(3.0, dtype=torch.float64)])
+def test_a_loaded_step_may_be_any_number(step: Any) -> None:
+    """SparseAdam's is an int."""
+    twins = Twins(embedding())
+    twins.run(3, rows=40)
+    saved = through_a_file(twins.ours.state_dict())
+    saved["state"][0]["step"] = copy.deepcopy(step)
+    twins.ours.load_state_dict(saved)
+    twins.run(5, rows=40)
+    assert int(twins.ours.state[twins.model.weight]["step"]) == 8
+    twins.ours.flush()
+    assert distance(twins.model.weight, twins.twin.weight) <= BAR
+
+
+def test_a_state_of_sparse_adam_goes_on() -> None:
+    param = table(6, 2)
+    first = SparseAdam([param])
+    step_with(first, param, rows_of(param, [1, 2]))
+    second = DeferredAdam([param])
+    second.load_state_dict(through_a_file(first.state_dict()))
+    second.catch_up(param, torch.tensor([2, 3]))
+    step_with(second, param, rows_of(param, [2, 3]))
+    assert second.state[param]["step"] == 2
+    second.flush()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_loaded_state_takes_the_parameters_dtype(dtype: torch.dtype) -> None:
+    twins = waiting(lr=0.01)
+    model = embedding(dtype=dtype)
+    model.load_state_dict(twins.model.state_dict())
+    optimizer = DeferredAdam(model)
+    optimizer.load_state_dict(through_a_file(twins.ours.state_dict()))
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(zipf(40, 4)).square().sum().backward()
+        optimizer.step()
+    optimizer.flush()
+    assert optimizer.state[model.weight]["exp_avg"].dtype == dtype
+    assert model.weight.isfinite().all()
+
+
+def test_a_state_dict_before_the_first_step() -> None:
+    twins = Twins(embedding())
+    other = embedding()
+    optimizer = DeferredAdamW(other)
+    optimizer.load_state_dict(through_a_file(twins.ours.state_dict()))
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+    twins.ours.load_state_dict(through_a_file(twins.theirs.state_dict()))
+    twins.run(5, rows=40)
+    twins.assert_same()

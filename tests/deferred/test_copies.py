@@ -1,0 +1,244 @@
+"""Whoever takes a whole table sees it flushed, without asking: state dicts, eval, copies, pickles, other optimizers."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rowstep import DeferredAdam, DeferredAdamW
+from tests.helpers.deferred_cases import BAR, Twins, bag, distance, embedding, in_memory, reading, zipf
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+
+class Model(nn.Module):
+    """Two tables in a model, one of them in a nested module, and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = embedding()
+        self.items = nn.Sequential(bag(mode="sum"))
+        self.out = nn.Linear(3, 2, dtype=torch.float64)
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.out(self.users(ids[:, 0]) * self.items(ids))
+
+
+def train(twins: Twins, steps: int) -> None:
+    for _ in range(steps):
+        twins.step(reading(zipf(40, 6).reshape(2, 3)))
+
+
+def waiting(steps: int = 15) -> Twins:
+    """Twins in the middle of a run, with rows that wait."""
+    twins = Twins(Model())
+    twins.step(lambda model: model(torch.arange(40).repeat(2).reshape(-1, 2)))
+    train(twins, steps)
+    assert distance(in_memory(twins.model.users.weight), twins.twin.users.weight) > BAR
+    return twins
+
+
+def through_a_file(thing: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def pickled(thing: Any) -> Any:
+    return pickle.loads(pickle.dumps(thing))
+
+
+def assert_same_weights(model: nn.Module, twin: nn.Module) -> None:
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert distance(one, other) <= BAR
+
+
+def test_the_models_state_dict_is_flushed() -> None:
+    twins = waiting()
+    expected = twins.twin.state_dict()
+    for key, value in twins.model.state_dict().items():
+        assert distance(value, expected[key]) <= BAR
+    train(twins, 5)
+    twins.assert_same()
+
+
+def test_the_optimizers_state_dict_is_flushed_and_so_are_the_weights() -> None:
+    twins = waiting()
+    state, expected = twins.ours.state_dict()["state"], twins.theirs.state_dict()["state"]
+    assert state.keys() == expected.keys()
+    for number, moments in expected.items():
+        assert state[number].keys() == moments.keys()
+        for key, value in moments.items():
+            assert state[number][key].dtype == value.dtype
+            assert distance(state[number][key], value) <= BAR
+    assert_same_weights(twins.model, twins.twin)
+
+
+def test_eval_is_flushed() -> None:
+    twins = waiting()
+    twins.model.eval()
+    assert not twins.model.users.training
+    assert_same_weights(twins.model, twins.twin)
+    twins.model.train()
+    assert twins.model.items[0].training
+    train(twins, 5)
+    twins.assert_same()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, through_a_file])
+def test_a_copy_of_the_model_is_flushed_and_plain(copied: Callable[[Any], Any]) -> None:
+    twins = waiting()
+    twins.model.users.register_forward_pre_hook(note_call)
+    twins.model.users.mine = "kept"
+    twin = copied(twins.model)
+    assert_same_weights(twin, twins.twin)
+    assert type(twin.users) is nn.Embedding
+    assert type(twin.items[0]) is nn.EmbeddingBag
+    for param in twin.parameters():
+        assert type(param) is nn.Parameter
+        assert not vars(param)
+    assert twin.users.mine == "kept"
+    assert len(twin.users._forward_pre_hooks) == 1
+    # The copy is nobody's: training goes on without it.
+    before = twin.users.weight.detach().clone()
+    train(twins, 5)
+    assert torch.equal(twin.users.weight, before)
+    twin(torch.tensor([[1, 2, 3]]))
+    twins.assert_same()
+
+
+def note_call(module: nn.Module, args: Any) -> None:
+    """A hook of the user's own, which a copy keeps."""
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, through_a_file])
+def test_training_goes_on_with_a_copy_of_both(copied: Callable[[Any], Any]) -> None:
+    twins = waiting()
+    original, (twins.model, twins.ours) = (twins.model, twins.ours), copied((twins.model, twins.ours))
+    before = copy.deepcopy(original[0])
+    assert twins.ours.param_groups[0]["params"][0] is twins.model.users.weight
+    assert isinstance(twins.ours, DeferredAdamW)
+    train(twins, 15)
+    assert distance(in_memory(twins.model.users.weight), twins.twin.users.weight) > BAR  # the copy defers too
+    twins.assert_same()
+    assert_same_weights(original[0], before)
+    assert type(copy.deepcopy(twins.model).users) is nn.Embedding
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_the_optimizer_may_come_first(copied: Callable[[Any], Any]) -> None:
+    twins = waiting()
+    twins.ours, twins.model = copied((twins.ours, twins.model))
+    train(twins, 10)
+    twins.assert_same()
+
+
+def test_a_copy_and_the_original_go_on_alike() -> None:
+    twins = waiting()
+    model, optimizer = copy.deepcopy((twins.model, twins.ours))
+    for _ in range(10):
+        ids = zipf(40, 6).reshape(2, 3)
+        for one, other in ((twins.model, twins.ours), (model, optimizer)):
+            other.zero_grad()
+            one(ids).square().sum().backward()
+            other.step()
+    twins.ours.flush()
+    optimizer.flush()
+    for one, other in zip(twins.model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, through_a_file])
+def test_a_copy_of_the_optimizer_alone(copied: Callable[[Any], Any]) -> None:
+    twins = waiting()
+    optimizer = copied(twins.ours)
+    params = optimizer.param_groups[0]["params"]
+    for one, other in zip(params, twins.twin.parameters(), strict=True):
+        assert distance(one, other) <= BAR
+        assert optimizer.state[one]["step"] == 16
+    assert optimizer.allow_stale == twins.ours.allow_stale
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+    train(twins, 5)
+    twins.assert_same()
+
+
+def test_a_pickled_model_needs_no_rowstep_to_be_loaded() -> None:
+    assert b"rowstep" not in pickle.dumps(waiting().model.users)
+
+
+def test_weights_that_are_loaded_while_rows_wait() -> None:
+    """What a row still had to do belongs to the old weights."""
+    twins = waiting()
+    other = Model().state_dict()
+    twins.each(lambda model, optimizer: model.load_state_dict(other))
+    assert_same_weights(twins.model, twins.twin)
+    train(twins, 15)
+    twins.assert_same()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_weights_of_one_table_that_are_loaded_while_rows_wait(strict: bool) -> None:
+    twins = waiting()
+    other = {"weight": torch.randn(40, 3, dtype=torch.float64)}
+    twins.each(lambda model, optimizer: model.users.load_state_dict(other, strict=strict))
+    train(twins, 15)
+    twins.assert_same()
+
+
+def test_a_model_outlives_its_optimizer() -> None:
+    """A run ends and only the model is kept: it is the model that dense Adam leaves, also where rows waited."""
+    twins = waiting()
+    gone = weakref.ref(twins.ours)
+    del twins.ours
+    gc.collect()
+    twins.model(torch.tensor([[1, 2, 3]]))
+    assert_same_weights(copy.deepcopy(twins.model), twins.twin)
+    state = twins.model.state_dict()
+    assert distance(state["users.weight"], twins.twin.users.weight) <= BAR
+    assert type(copy.deepcopy(twins.model).users) is nn.Embedding
+    del gone
+
+
+def test_optimizers_do_not_pile_up() -> None:
+    """Neither the model nor the package keeps an optimizer that nothing else uses once the model is gone."""
+    twins = waiting()
+    gone = weakref.ref(twins.ours)
+    del twins
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("cls", [DeferredAdam, DeferredAdamW])
+def test_a_second_optimizer_takes_over(cls: type[DeferredAdam]) -> None:
+    twins = waiting()
+    theirs = torch.optim.Adam if cls is DeferredAdam else torch.optim.AdamW
+    twins.ours, twins.theirs = cls(twins.model, lr=0.02), theirs(twins.twin.parameters(), lr=0.02)
+    assert_same_weights(twins.model, twins.twin)
+    gc.collect()
+    train(twins, 15)
+    twins.assert_same()
+
+
+def test_a_second_optimizer_of_torchs_takes_over() -> None:
+    twins = waiting()
+    for module in (twins.model.users, twins.model.items[0]):
+        module.sparse = False
+    new = torch.optim.Adam(twins.model.parameters())
+    twins.theirs = torch.optim.Adam(twins.twin.parameters())
+    for _ in range(5):
+        ids = zipf(40, 6).reshape(2, 3)
+        for model, optimizer in ((twins.model, new), (twins.twin, twins.theirs)):
+            optimizer.zero_grad()
+            model(ids).square().sum().backward()
+            optimizer.step()
+    assert_same_weights(twins.model, twins.twin)

@@ -1,0 +1,278 @@
+"""Gradients as they come: accumulated, empty, missing, dense, over other dimensions, scaled, and in any rhythm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from rowstep import DeferredAdam, DeferredAdamW
+from tests.helpers.deferred_cases import (
+    Forward,
+    Twins,
+    assert_same_parameter,
+    bag,
+    embedding,
+    optimizers,
+    reading,
+    step_caught_up,
+    zipf,
+)
+from tests.helpers.gradients import copy_of, entries_of, rows_of, sparse, step_with, table
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+
+def pair(*shape: int, **options: Any) -> tuple[Parameter, DeferredAdam, Parameter, torch.optim.Optimizer]:
+    """A float64 table and its optimizer, twice."""
+    param = table(*shape, dtype=torch.float64)
+    twin = copy_of(param)
+    ours, theirs = optimizers([param], [twin], **({"weight_decay": 0.1, "lr": 0.01} | options))
+    return param, ours, twin, theirs
+
+
+def test_gradient_accumulation() -> None:
+    twins = Twins(embedding())
+    for _ in range(20):
+        twins.each(lambda model, optimizer: optimizer.zero_grad())
+        for _ in range(3):
+            twins.backward(reading(zipf(40, 4)))
+        assert twins.model.weight.grad._nnz() > 8
+        twins.each(lambda model, optimizer: optimizer.step())
+    twins.assert_same()
+
+
+def test_a_step_that_keeps_its_gradient() -> None:
+    """Without zero_grad the old rows come again, and they were up to date at the last step, not at this one."""
+    twins = Twins(embedding(), weight_decay=0.1, allow_stale=True)
+    for _ in range(5):
+        twins.backward(reading(zipf(40, 3)))
+        twins.each(lambda model, optimizer: optimizer.step())
+    twins.assert_same()
+
+
+def test_empty_gradients_count_a_step_and_old_momentum_goes_on() -> None:
+    twins = Twins(embedding())
+    twins.run(3, rows=40)
+    for _ in range(10):
+        twins.look_up()
+    assert twins.ours.state[twins.model.weight]["step"] == 13
+    twins.run(3, rows=40)
+    twins.assert_same()
+
+
+def test_the_first_gradient_may_be_empty() -> None:
+    param, ours, twin, theirs = pair(5, 2)
+    for ids in ([], [1, 2], [], [2, 3]):
+        grad = rows_of(param, ids)
+        step_caught_up(ours, param, grad)
+        step_caught_up(theirs, twin, grad)
+    ours.flush()
+    assert_same_parameter(ours, param, theirs, twin)
+
+
+def test_no_gradient_is_no_step() -> None:
+    twins = Twins(embedding())
+    twins.each(lambda model, optimizer: optimizer.step())
+    assert not twins.ours.state
+    twins.run(3, rows=40)
+    twins.each(lambda model, optimizer: (optimizer.zero_grad(), optimizer.step(), optimizer.step()))
+    assert twins.ours.state[twins.model.weight]["step"] == 3
+    twins.run(3, rows=40)
+    twins.assert_same()
+
+
+def test_zeroed_gradients_count_a_step() -> None:
+    twins = Twins(embedding())
+    twins.run(3, rows=40)
+    twins.each(lambda model, optimizer: optimizer.zero_grad(set_to_none=False))
+    assert twins.model.weight.grad._nnz() == 0
+    twins.each(lambda model, optimizer: optimizer.step())
+    assert twins.ours.state[twins.model.weight]["step"] == 4
+    twins.backward(reading(zipf(40, 4)))
+    twins.each(lambda model, optimizer: optimizer.step())
+    twins.assert_same()
+
+
+def test_explicit_zeros_and_duplicates() -> None:
+    param, ours, twin, theirs = pair(6, 2)
+    for ids, value in (([1, 2], None), ([1, 3, 3], 0.0), ([1, 3, 1, 3, 1], None), ([5], 0.0), ([0, 5, 5], None)):
+        grad = rows_of(param, ids, value)
+        step_caught_up(ours, param, grad)
+        step_caught_up(theirs, twin, grad)
+    ours.flush()
+    assert_same_parameter(ours, param, theirs, twin)
+
+
+def test_a_scaler_that_skips_steps() -> None:
+    twins = Twins(embedding())
+    scalers = {id(twins.ours): torch.amp.GradScaler("cpu"), id(twins.theirs): torch.amp.GradScaler("cpu")}
+    for scaler in scalers.values():
+        scaler.scale(torch.tensor(1.0))
+
+    def step(optimizer: Any) -> None:
+        scaler = scalers[id(optimizer)]
+        scaler.step(optimizer)
+        scaler.update()
+
+    for number in range(12):
+        twins.each(lambda model, optimizer: optimizer.zero_grad())
+        scale = scalers[id(twins.ours)].get_scale() * (float("inf") if number in (4, 7) else 1.0)
+        twins.backward(reading(zipf(40, 4)), scale)
+        twins.each(lambda model, optimizer: step(optimizer))
+    assert twins.ours.state[twins.model.weight]["step"] == 10
+    twins.assert_same()
+
+
+def product(batch: Tensor) -> Forward:
+    return lambda model: model[0](batch) * model[1](batch)
+
+
+def test_a_parameter_that_is_frozen_and_thawed() -> None:
+    twins = Twins(nn.ModuleList([embedding(), embedding()]))
+    for step in range(30):
+        if step in (10, 20):
+            for model in (twins.model, twins.twin):
+                model[0].weight.requires_grad_(step == 20)
+        twins.step(product(zipf(40, 4)))
+    steps = [int(twins.ours.state[module.weight]["step"]) for module in twins.model]
+    assert steps == [20, 30]
+    twins.assert_same()
+
+
+def test_dense_gradients_for_a_table_that_had_sparse_ones_and_back() -> None:
+    twins = Twins(embedding())
+    for step in range(30):
+        twins.model.sparse = step % 10 < 7
+        twins.look_up(*zipf(40, 4).tolist())
+    twins.assert_same()
+
+
+def test_dense_gradients_first() -> None:
+    twins = Twins(embedding(sparse=False))
+    twins.run(5, rows=40)
+    twins.model.sparse = True
+    twins.run(10, rows=40)
+    twins.assert_same()
+
+
+def test_a_gradient_for_the_whole_table_now_and_then() -> None:
+    param, ours, twin, theirs = pair(8, 2)
+    for step in range(12):
+        if step % 4 == 3:
+            grad = torch.randn_like(param)
+            ours.flush(param)
+            step_with(ours, param, grad)
+            step_with(theirs, twin, grad)
+        else:
+            grad = rows_of(param, [step % 8, 2])
+            step_caught_up(ours, param, grad)
+            step_caught_up(theirs, twin, grad)
+    ours.flush()
+    assert_same_parameter(ours, param, theirs, twin)
+
+
+@pytest.mark.parametrize(("shape", "sparse_dim"), [((6, 4), 2), ((6, 4), 0), ((6, 2, 3), 2), ((6, 2, 3), 3), ((7,), 1)])
+def test_gradients_over_other_dimensions(shape: tuple[int, ...], sparse_dim: int) -> None:
+    """Whatever it names, a sparse gradient is zero elsewhere; rows are those of the first dimension."""
+    param, ours, twin, theirs = pair(*shape)
+    for step in range(12):
+        grad = entries_of(param, 3, sparse_dim if step % 3 else 1)
+        dense = grad.to_dense()
+        ours.catch_up(param, dense.reshape(len(dense), -1).ne(0).any(1).nonzero())
+        if grad.sparse_dim() == 0:
+            ours.flush()
+        step_with(ours, param, grad)
+        step_with(theirs, twin, dense)
+    ours.flush()
+    assert_same_parameter(ours, param, theirs, twin)
+
+
+def test_a_parameter_without_dimensions() -> None:
+    param, ours, twin, theirs = pair()
+    for value in (1.0, -2.0, 0.5):
+        grad = sparse(torch.empty(0, 1, dtype=torch.int64), torch.tensor([value], dtype=torch.float64), ())
+        step_with(ours, param, grad)
+        step_with(theirs, twin, torch.tensor(value, dtype=torch.float64))
+    ours.flush()
+    assert_same_parameter(ours, param, theirs, twin)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "every other row", "every other column"])
+def test_parameters_with_strides_of_their_own(layout: str) -> None:
+    whole = torch.randn(12, 12, dtype=torch.float64)
+    views = {"transposed": whole.t(), "every other row": whole[::2], "every other column": whole[:, ::2]}
+    param, twin = Parameter(views[layout]), copy_of(views[layout])
+    ours, theirs = DeferredAdamW([param]), torch.optim.AdamW([twin])
+    for _ in range(10):
+        grad = rows_of(param, torch.randint(len(param), (3,)))
+        step_caught_up(ours, param, grad)
+        step_caught_up(theirs, twin, grad)
+    ours.flush()
+    assert_same_parameter(ours, param, theirs, twin)
+
+
+def test_tables_that_step_in_different_rhythms() -> None:
+    twins = Twins(nn.ModuleList([embedding(), bag(mode="sum"), nn.Linear(3, 3, dtype=torch.float64)]))
+    for step in range(40):
+        batch = zipf(40, 4)
+
+        def forward(model: Any, batch: Tensor = batch, step: int = step) -> Tensor:
+            read = batch.new_zeros(2, 3).double()
+            if step % 3 != 1:
+                read = read + model[0](batch)[:2]
+            if step % 5 < 2:
+                read = read + model[1](batch.reshape(2, 2))
+            if step % 4 == 0:
+                read = model[2](read)
+            return read if read.requires_grad else read + 0 * model[2].bias
+
+        twins.step(forward)
+    steps = [int(twins.ours.state[param]["step"]) for param in twins.model.parameters()]
+    assert steps[:2] == [27, 16]
+    twins.assert_same()
+
+
+def test_a_closure() -> None:
+    twins = Twins(embedding())
+    for _ in range(5):
+        batch, goal = zipf(40, 4), torch.randn(4, 3, dtype=torch.float64)
+
+        def step(model: Any, optimizer: Any, batch: Tensor = batch, goal: Tensor = goal) -> None:
+            def closure() -> Any:
+                optimizer.zero_grad()
+                loss = (model(batch) - goal).square().mean()
+                loss.backward()
+                return loss
+
+            assert optimizer.step(closure) > 0
+
+        twins.each(step)
+    twins.assert_same()
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("sparse_dim", [0, 1, 2])
+def test_sixteen_bit_duplicates_are_summed_in_float32(sparse_dim: int) -> None:
+    param = nn.Parameter(torch.zeros(3, 2, dtype=torch.bfloat16))
+    optimizer = DeferredAdam([param], betas=(0.0, 0.5))  # the first moment is then the summed gradient
+    indices = torch.ones(2, 1000, dtype=torch.int64)[:sparse_dim]
+    values = torch.ones(1000, *param.shape[sparse_dim:], dtype=torch.bfloat16)
+    step_with(optimizer, param, sparse(indices, values, param.shape))
+    assert optimizer.state[param]["exp_avg"][1, 1] == 1000
+
+
+@pytest.mark.parametrize("sparse_dim", [0, 1, 2])
+def test_duplicates_are_summed_as_widely_as_the_state(sparse_dim: int) -> None:
+    """A float32 gradient of a table that was float64: 1e8 + 1 - 1e8 is 0 in float32."""
+    param = table(1, 1)
+    param.data.zero_()
+    optimizer = DeferredAdam([param], lr=0.1)
+    optimizer.state[param] = {key: torch.zeros(1, 1, dtype=torch.float64) for key in ("exp_avg", "exp_avg_sq")}
+    optimizer.state[param]["step"] = 0
+    values = torch.tensor([1e8, 1.0, -1e8]).reshape(3, *[1] * (2 - sparse_dim))
+    step_with(optimizer, param, sparse(torch.zeros(sparse_dim, 3, dtype=torch.int64), values, (1, 1)))
+    assert param.item() == pytest.approx(-0.1)

@@ -1,0 +1,304 @@
+"""Options in groups, schedulers, options that change in the middle of a run, and what is refused with which words."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    ExponentialLR,
+    LinearLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    StepLR,
+)
+
+from rowstep import DeferredAdam, DeferredAdamW
+from tests.helpers.deferred_cases import (
+    BAR,
+    RATE,
+    Forward,
+    Twins,
+    distance,
+    embedding,
+    optimizers,
+    with_dense_gradients,
+    zipf,
+)
+from tests.helpers.gradients import Snapshot, rows_of, table
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+
+def test_groups_with_their_own_options() -> None:
+    models = [nn.ModuleList([embedding(), embedding(), embedding(), nn.Linear(3, 3, dtype=torch.float64)])]
+    models.append(nn.ModuleList([*(embedding(sparse=False) for _ in range(3)), nn.Linear(3, 3, dtype=torch.float64)]))
+    models[1].load_state_dict(models[0].state_dict())
+
+    def groups(model: nn.ModuleList) -> list[dict[str, Any]]:
+        return [
+            {"params": [model[0].weight], "lr": 0.1},
+            {"params": [model[1].weight], "weight_decay": 0.0, "betas": (0.5, 0.99), "eps": 1e-4},
+            {
+                "params": [model[2].weight, *model[3].parameters()],
+                "amsgrad": True,
+                "maximize": True,
+                "weight_decay": 1.0,
+            },
+        ]
+
+    ours, theirs = optimizers(groups(models[0]), groups(models[1]), weight_decay=0.1, lr=0.01)
+    ours.attach(models[0])
+    for _ in range(40):
+        batch = zipf(40, 4)
+        reads = [model[3](model[0](batch) + model[1](batch) * model[2](batch.flip(0))) for model in models]
+        assert distance(*reads) <= 1e-13
+        goal = torch.randn_like(reads[0])
+        for read, optimizer in zip(reads, (ours, theirs), strict=True):
+            optimizer.zero_grad()
+            (read - goal).tanh().sum().backward()
+            optimizer.step()
+    ours.flush()
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert distance(one, other) <= 1e-13
+
+
+def times(batch: Tensor, factors: dict[nn.Module, Tensor]) -> Forward:
+    return lambda model: model(batch) * factors[model]
+
+
+def test_a_group_that_is_added_later() -> None:
+    twins = Twins(embedding())
+    other, twin = embedding(), embedding(sparse=False)
+    twin.load_state_dict(other.state_dict())
+    twins.run(5, rows=40)
+    twins.ours.add_param_group({"params": [other.weight], "lr": 0.1})
+    twins.theirs.add_param_group({"params": [twin.weight], "lr": 0.1})
+    twins.ours.attach(other)
+    for _ in range(20):
+        batch = zipf(40, 4)
+        factors = {twins.model: other(batch), twins.twin: twin(batch)}
+        assert distance(*factors.values()) <= BAR
+        twins.step(times(batch, factors))
+    twins.assert_same()
+    assert distance(other.weight, twin.weight) <= 1e-13
+
+
+def test_another_lr_and_weight_decay_at_every_step() -> None:
+    twins = Twins(embedding())
+    numbers = random.Random(0)
+    for _ in range(60):
+        twins.set(lr=numbers.choice([0.0, 1e-4, 0.01, 0.3]), weight_decay=numbers.choice([0.0, 0.1, 2.0]))
+        twins.look_up(*zipf(40, 4).tolist())
+    twins.assert_same()
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_tensor_as_lr(shape: tuple[int, ...]) -> None:
+    lr = torch.full(shape, 0.01, dtype=torch.float64)
+    twins = Twins(embedding(), lr=lr, weight_decay=0.1)
+    for step in range(40):
+        if step % 10 == 9:
+            lr.mul_(0.5)
+        twins.look_up(*zipf(40, 4).tolist())
+    assert twins.ours.param_groups[0]["lr"] is lr
+    twins.assert_same()
+
+
+def test_a_float32_tensor_as_lr() -> None:
+    """torch computes 1 - lr * weight_decay and the step size in the dtype of the tensor, for every row."""
+    model = embedding()
+    twin, lr = with_dense_gradients(model), torch.tensor(0.01)
+    ours, theirs = optimizers(model, twin, lr=lr, weight_decay=0.1)
+    for _ in range(30):
+        batch, goal = zipf(40, 4), torch.randn(4, 3, dtype=torch.float64)
+        for one, optimizer in ((model, ours), (twin, theirs)):
+            optimizer.zero_grad()
+            (one(batch) - goal).square().sum().backward()
+            optimizer.step()
+    ours.flush()
+    assert distance(model.weight, twin.weight) <= 30 * 0.01 * 1.2e-7
+
+
+Scheduler = Callable[[Optimizer], Any]
+SCHEDULERS: dict[str, Scheduler] = {
+    "step": lambda optimizer: StepLR(optimizer, 7),
+    "warm-up": lambda optimizer: LinearLR(optimizer, 0.01, 1.0, 20),
+    "exponential": lambda optimizer: ExponentialLR(optimizer, 0.9),
+    "restarts": lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 9),
+    "one cycle, with momentum": lambda optimizer: OneCycleLR(optimizer, 0.05, 50),
+    "cyclic": lambda optimizer: CyclicLR(optimizer, 1e-4, 0.05, 5, cycle_momentum=False),
+    "plateau": lambda optimizer: ReduceLROnPlateau(optimizer, patience=2),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_torchs_schedulers(name: str) -> None:
+    """OneCycleLR also changes beta1 at every step."""
+    twins = Twins(embedding())
+    schedulers = [SCHEDULERS[name](optimizer) for optimizer in (twins.ours, twins.theirs)]
+    for _ in range(45):
+        twins.look_up(*zipf(40, 4).tolist())
+        for scheduler in schedulers:
+            scheduler.step(*([1.0] if name == "plateau" else []))
+    assert twins.ours.param_groups[0]["lr"] == twins.theirs.param_groups[0]["lr"]
+    twins.assert_same()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"betas": (0.5, 0.99)},
+        {"betas": (0.0, 0.9)},
+        {"eps": 1e-3},
+        {"maximize": True},
+        {"betas": (0.95, 0.999), "eps": 1e-6, "lr": 0.02, "weight_decay": 1.0},
+    ],
+    ids=str,
+)
+def test_options_that_change_in_the_middle_of_a_run(change: dict[str, Any]) -> None:
+    twins = Twins(embedding())
+    twins.run(20, rows=40)
+    before = {key: twins.ours.param_groups[0][key] for key in change}
+    twins.set(**change)
+    twins.run(20, rows=40)
+    twins.set(**before)
+    twins.run(20, rows=40)
+    twins.assert_same()
+
+
+def test_amsgrad_that_is_switched_off_and_on() -> None:
+    """torch has a maximum only if it began with amsgrad; it keeps it when that is switched off."""
+    twins = Twins(embedding(), amsgrad=True, lr=RATE, weight_decay=0.1)
+    for amsgrad in (True, False, True):
+        twins.set(amsgrad=amsgrad)
+        twins.run(20, rows=40)
+    twins.assert_same()
+
+
+def test_amsgrad_that_is_switched_on() -> None:
+    """torch then has no maximum and raises KeyError; with one of zeros, as a run begins with, it goes on as ours."""
+    twins = Twins(embedding())
+    twins.run(20, rows=40)
+    twins.set(amsgrad=True)
+    twins.theirs.state[twins.twin.weight]["max_exp_avg_sq"] = torch.zeros_like(twins.twin.weight)
+    twins.run(20, rows=40)
+    twins.assert_same()
+
+
+def test_amsgrad_that_is_switched_on_before_the_first_row_waits() -> None:
+    twins = Twins(embedding())
+    twins.model.sparse = False
+    twins.look_up(*range(40))
+    twins.set(amsgrad=True)
+    twins.theirs.state[twins.twin.weight]["max_exp_avg_sq"] = torch.zeros_like(twins.twin.weight)
+    twins.model.sparse = True
+    twins.run(20, rows=30)
+    twins.assert_same()
+
+
+def test_options_that_change_before_a_read_without_gradients() -> None:
+    """What is made then must serve the steps that follow."""
+    twins = Twins(embedding())
+    twins.run(20, rows=40)
+    twins.set(amsgrad=True, eps=1e-6)
+    twins.theirs.state[twins.twin.weight]["max_exp_avg_sq"] = torch.zeros_like(twins.twin.weight)
+    with torch.inference_mode():
+        assert distance(*(model(torch.arange(40)) for model in (twins.model, twins.twin))) <= BAR
+    twins.run(20, rows=40)
+    twins.assert_same()
+
+
+@pytest.mark.parametrize(
+    ("cls", "change", "message"),
+    [
+        (DeferredAdamW, {"betas": (0.99, 0.9)}, r"beta1 < sqrt\(beta2\)"),
+        (DeferredAdamW, {"weight_decay": 1e4}, r"lr \* weight_decay is 10.0"),
+        (DeferredAdam, {"weight_decay": 0.1}, "Use DeferredAdamW"),
+    ],
+)
+def test_changed_options_are_checked_before_anything_is_written(
+    cls: type[DeferredAdam], change: dict[str, Any], message: str
+) -> None:
+    """Of no group, and also not of those that come before."""
+    params = [table(5, 2, dtype=torch.float64) for _ in range(3)]
+    optimizer = cls([{"params": params[:2]}, {"params": params[2:]}])
+
+    def step() -> None:
+        for param, grad in ((params[0], torch.ones(5, 2)), (params[1], None), (params[2], None)):
+            param.grad = rows_of(param, [1, 2]) if grad is None else grad.double()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    before = Snapshot(optimizer)
+    old = {key: optimizer.param_groups[1][key] for key in change}
+    optimizer.param_groups[1].update(change)
+    with pytest.raises(ValueError, match=message):
+        step()
+    before.assert_unchanged()
+    optimizer.param_groups[1].update(old)
+    step()
+    assert [int(optimizer.state[param]["step"]) for param in params] == [4, 4, 4]
+
+
+REFUSED: list[tuple[type[DeferredAdam], dict[str, Any], str]] = [
+    (
+        DeferredAdam,
+        {"betas": (0.95, 0.9)},
+        r"Invalid betas: \(0.95, 0.9\); .*beta1 < sqrt\(beta2\).*torch\.optim\.Adam",
+    ),
+    (DeferredAdamW, {"betas": (0.9999, 0.99999)}, r"would act for \d+ steps"),
+    (DeferredAdamW, {"lr": 1.0, "weight_decay": 1.0}, r"lr \* weight_decay is 1.0; expected less than 1"),
+    (DeferredAdamW, {"weight_decay": -1.0}, "Invalid weight_decay value: -1.0"),
+    (DeferredAdam, {"lr": -0.1}, "Invalid learning rate: -0.1"),
+    (DeferredAdam, {"eps": -1.0}, "Invalid epsilon value: -1.0"),
+    (DeferredAdam, {"betas": (1.0, 0.9)}, "Invalid beta parameter at index 0: 1.0"),
+    (DeferredAdam, {"amsgrad": "yes"}, "Invalid amsgrad: 'yes'"),
+]
+
+
+@pytest.mark.parametrize(("cls", "options", "message"), REFUSED)
+def test_refused_at_construction(cls: type[DeferredAdam], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cls([table(2, 2)], **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weight_decay": 0.1}, "expected 0, because L2 added to the gradient cannot be deferred.*Use DeferredAdamW"),
+        ({"betas": (0.95, 0.9)}, r"Invalid betas: \(0.95, 0.9\) in group 1"),
+        ({"lr": -1.0}, "Invalid learning rate: -1.0 in group 1"),
+    ],
+)
+def test_refused_in_a_group(options: dict[str, Any], message: str) -> None:
+    groups = [{"params": [table(2, 2)]}, {"params": [table(2, 2)]} | options]
+    with pytest.raises(ValueError, match=message):
+        DeferredAdam(groups)
+    optimizer = DeferredAdam(groups[:1])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group(groups[1])
+    assert len(optimizer.param_groups) == 1
+
+
+def test_coupled_weight_decay_is_refused_by_name() -> None:
+    """As torch.optim.Adam's argument: whoever brings it is told where to go."""
+    arguments: dict[str, Any] = {"weight_decay": 0.1}
+    with pytest.raises((TypeError, ValueError), match=re.compile("AdamW")):
+        DeferredAdam([table(2, 2)], **arguments)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "complex"])
+def test_parameters_that_cannot_be_stepped(kind: str) -> None:
+    param: Tensor = torch.ones(2, 2).to_sparse() if kind == "sparse" else torch.ones(2, 2, dtype=torch.complex64)
+    with pytest.raises(ValueError, match=rf"{kind.capitalize()} params at indices \[\[0, 0\]\]: DeferredAdamW"):
+        DeferredAdamW([param.requires_grad_()])

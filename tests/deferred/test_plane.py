@@ -1,0 +1,190 @@
+"""Any betas that are accepted: rows that nobody touches stay numbers, and rows that somebody did are dense Adam's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rowstep import DeferredAdam
+from tests.helpers.deferred_cases import BAR, Twins, embedding, only_long, optimizers, step_caught_up
+from tests.helpers.gradients import copy_of, rows_of, same_bits, step_with
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+DTYPES = [torch.bfloat16, torch.float32, torch.float64]
+
+
+def wait(optimizer: Optimizer, param: Tensor, steps: int) -> None:
+    """Steps that touch no row."""
+    nothing = rows_of(param, [])
+    for _ in range(steps):
+        step_with(optimizer, param, nothing if isinstance(optimizer, DeferredAdam) else torch.zeros_like(param))
+
+
+# Betas, and after how many steps their e have outgrown float32, or float64 for the smaller ones.
+STEEP: list[Any] = [((0.95, 0.95), 900), ((0.8, 0.8), 300), ((0.5, 0.5), 250), ((0.3, 0.1), 150)]
+STEEP += [
+    pytest.param(betas, 900, marks=only_long)
+    for betas in [(0.9, 0.92), (0.9, 0.9), (0.95, 0.94), (0.8, 0.8), (0.5, 0.5), (0.98, 0.98), (0.9, 0.85), (0.3, 0.1)]
+]
+
+
+@pytest.mark.parametrize(("betas", "steps"), STEEP, ids=str)
+def test_rows_that_nobody_touches_stay_as_they_are(betas: tuple[float, float], steps: int) -> None:
+    tables = [embedding(3, 2, dtype=dtype) for dtype in DTYPES]
+    before = [table.weight.detach().clone() for table in tables]
+    optimizer = DeferredAdam(nn.ModuleList(tables), lr=0.01, betas=betas)
+    torch.autograd.backward([table(torch.tensor([0])).sum() for table in tables])
+    optimizer.step()
+    for table in tables:
+        table.weight.grad = rows_of(table.weight, [])
+    for _ in range(steps):
+        optimizer.step()
+    for table, start in zip(tables, before, strict=True):
+        assert same_bits(table(torch.tensor([1])), start[1:2])
+    moments = optimizer.state_dict()["state"]
+    for index, (table, start) in enumerate(zip(tables, before, strict=True)):
+        assert same_bits(table.weight[1:], start[1:])
+        assert table.weight.isfinite().all()
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert not moments[index][key][1:].any()
+            assert moments[index][key].isfinite().all()
+
+
+@pytest.mark.parametrize("size", [1e-28, 1e12])
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("betas", [(0.95, 0.95), (0.3, 0.1)], ids=str)
+def test_a_row_touched_once_follows_dense_adam(betas: tuple[float, float], dtype: torch.dtype, size: float) -> None:
+    """Whatever the size of its gradient, and however its gap is cut."""
+    param, twin = nn.Parameter(torch.ones(2, 3, dtype=dtype)), nn.Parameter(torch.ones(2, 3, dtype=torch.float64))
+    eps = 1e-8 if dtype == torch.float32 else 1e-30
+    ours, theirs = optimizers([param], [twin], weight_decay=0.1, lr=0.01, betas=betas, eps=eps)
+    step_caught_up(ours, param, rows_of(param, [0], size))
+    step_caught_up(theirs, twin, rows_of(twin, [0], size))
+    for steps in (1, 7, 150):
+        wait(ours, param, steps)
+        wait(theirs, twin, steps)
+        ours.flush()
+        torch.testing.assert_close(param.double(), twin, rtol=0, atol=BAR if dtype == torch.float64 else 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("eps", [1e-50, 1e-38, 1e4])
+@pytest.mark.parametrize("lr", [1e-30, 1e30])
+def test_eps_and_lr_may_be_extreme(dtype: torch.dtype, eps: float, lr: float) -> None:
+    """An eps that float32 rounds to 0 divides no row that has no gradient."""
+    param = nn.Parameter(torch.ones(3, 2, dtype=dtype))
+    optimizer = DeferredAdam([param], lr=lr, betas=(0.9, 0.9), eps=eps)
+    step_caught_up(optimizer, param, rows_of(param, [0], 1.0))
+    wait(optimizer, param, 60)
+    optimizer.flush()
+    assert same_bits(param[1:], torch.ones(2, 2, dtype=dtype))
+    assert param.isfinite().all()
+
+
+@pytest.mark.parametrize("size", [1e-28, 1e-30, 1e-36])
+@pytest.mark.parametrize("eps", [1e-30, 1e-20])
+def test_momentum_is_kept_as_long_as_it_moves_anything(size: float, eps: float) -> None:
+    param, twin = (nn.Parameter(torch.zeros(2, 3, dtype=torch.float64)) for _ in range(2))
+    ours, theirs = optimizers([param], [twin], lr=0.1, eps=eps)
+    step_caught_up(ours, param, rows_of(param, [0], size))
+    step_caught_up(theirs, twin, rows_of(twin, [0], size))
+    for _ in range(20):
+        wait(ours, param, 3)
+        wait(theirs, twin, 3)
+        ours.flush()
+    torch.testing.assert_close(param, twin, rtol=BAR, atol=0)
+    torch.testing.assert_close(ours.state[param]["exp_avg"], theirs.state[twin]["exp_avg"], rtol=BAR, atol=0)
+
+
+@pytest.mark.parametrize(("dtype", "exponent"), [(torch.float32, -126), (torch.float64, -1022)], ids=str)
+@pytest.mark.parametrize("eps", [1e-8, 1e-30])
+def test_only_momentum_without_all_its_digits_is_dropped(dtype: torch.dtype, exponent: int, eps: float) -> None:
+    """And that only where a momentum of its size is nothing beside eps. Halves are exact: so is the threshold."""
+    param = nn.Parameter(torch.zeros(2, 1, dtype=dtype))
+    optimizer = DeferredAdam([param], betas=(0.5, 0.9), eps=eps)
+    step_caught_up(optimizer, param, rows_of(param, [0, 1], 1.0))
+    momentum = torch.tensor([[2.0 ** (exponent + 3)], [2.0 ** (exponent + 2)]], dtype=dtype)
+    optimizer.state[param]["exp_avg"].copy_(momentum)
+    wait(optimizer, param, 3)
+    optimizer.flush()
+    is_dust = eps == 1e-8 or dtype == torch.float64
+    left = [[2.0**exponent], [0.0 if is_dust else 2.0 ** (exponent - 1)]]
+    assert same_bits(optimizer.state[param]["exp_avg"], torch.tensor(left, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, *DTYPES], ids=str)
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.5)], ids=str)
+def test_what_is_not_finite_is_where_it_is_in_dense_adam(betas: tuple[float, float], dtype: torch.dtype) -> None:
+    """After 1,100 steps half to their power is no float64 any more, and 0 times infinity no number."""
+    param = nn.Parameter(torch.ones(8, 2, dtype=dtype))
+    twin = copy_of(param)
+    ours, theirs = optimizers([param], [twin], weight_decay=0.1, lr=0.01, betas=betas, eps=1e-4)
+    step_caught_up(ours, param, rows_of(param, range(7), 1.0))
+    step_caught_up(theirs, twin, rows_of(twin, range(7), 1.0))
+    for one, optimizer in ((param, ours), (twin, theirs)):
+        state = optimizer.state[one]
+        with torch.no_grad():
+            state["exp_avg"][0], state["exp_avg"][1], state["exp_avg"][2] = torch.nan, torch.inf, 1e-7
+            state["exp_avg_sq"][3], state["exp_avg_sq"][4] = torch.inf, torch.nan
+            one[5] = torch.inf
+    for steps in (1, 1100 if betas[1] == 0.5 else 20):
+        wait(ours, param, steps)
+        wait(theirs, twin, steps)
+        ours.flush()
+        assert torch.equal(param.isfinite(), twin.isfinite())
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(ours.state[param][key].isfinite(), theirs.state[twin][key].isfinite())
+        assert (ours.state[param]["exp_avg_sq"][3] == torch.inf).all()
+
+
+def test_betas_that_change_in_the_middle_of_a_run() -> None:
+    """Also with a Tensor as lr, and where the run began late."""
+    twins = Twins(embedding(6, 2), lr=torch.tensor(0.01, dtype=torch.float64), weight_decay=0.1)
+    twins.look_up(*range(5))
+    for optimizer in (twins.ours, twins.theirs):
+        state = optimizer.state_dict()
+        state["state"][0]["step"] = torch.tensor(1e6)
+        optimizer.load_state_dict(state)
+    for betas in [(0.95, 0.95), (0.3, 0.1), (0.0, 1e-9), (0.9, 0.999), (0.5, 0.5)]:
+        twins.set(betas=betas)
+        twins.look_up(0, 1)
+        wait(twins.ours, twins.model.weight, 60)
+        wait(twins.theirs, twins.twin.weight, 60)
+        twins.look_up(1, 2)
+    twins.assert_same()
+
+
+@only_long
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_rows_that_wait_longer_than_the_schedule_remembers(dtype: torch.dtype) -> None:
+    param, twin = (nn.Parameter(torch.ones(5, 2, dtype=one)) for one in (dtype, torch.float64))
+    ours, theirs = optimizers([param], [twin], weight_decay=1e-3, lr=0.01, betas=(0.5, 0.5))
+    step_caught_up(ours, param, rows_of(param, [0, 1], 1e-3))
+    step_caught_up(theirs, twin, rows_of(twin, [0, 1], 1e-3))
+    wait(ours, param, 35_000)
+    wait(theirs, twin, 35_000)
+    ours.flush()
+    torch.testing.assert_close(param.double(), twin, rtol=1e-6 if dtype == torch.float32 else 1e-11, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_a_second_moment_that_overflows_keeps_its_row_in_place(dtype: torch.dtype) -> None:
+    """As in dense Adam: the row rests, where a NaN would spread through the model."""
+    param = embedding(4, 2, dtype=dtype).weight
+    twin = copy_of(param)
+    ours, theirs = optimizers([param], [twin], eps=1e-3)  # 1e-8 is 0 in float16
+    size = 64 * torch.finfo(dtype).max ** 0.5
+    for step, scale in enumerate([size, 1.0, 1.0, 1.0]):
+        ids = [0, 2] if step != 2 else [1]
+        for optimizer, weight in ((ours, param), (theirs, twin)):
+            step_caught_up(optimizer, weight, rows_of(weight, ids, scale))
+    ours.flush()
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(ours.state[param][key].isfinite(), theirs.state[twin][key].isfinite())
+    assert param.isfinite().all()
+    torch.testing.assert_close(param, twin, rtol=0, atol=4 * torch.finfo(dtype).eps)

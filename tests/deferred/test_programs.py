@@ -1,0 +1,337 @@
+"""What programs do around an optimizer, done to DeferredAdamW without a word to it: dense AdamW's numbers come out.
+
+Each program is written once and run twice, with torch's dense AdamW and with ours.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.utils.checkpoint import checkpoint
+
+from tests.helpers.deferred_cases import distance
+from tests.helpers.program_runs import ROWS, WIDTH, Run, optimizers
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+STEPS = 200
+
+Program = Callable[[Run], Iterator[Tensor]]
+
+PROGRAMS: list[Program] = []
+
+
+def program(function: Program) -> Program:
+    PROGRAMS.append(function)
+    return function
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda each: each.__name__)
+def test_a_program_gets_dense_adams_numbers(program: Program) -> None:
+    """Whatever a program yields on its way is compared, and so are the weights it ends with."""
+    theirs, ours = ([each.detach().clone() for each in program(Run(*which))] for which in optimizers())
+    assert theirs
+    for expected, found in zip(theirs, ours, strict=True):
+        assert distance(found, expected) <= 1e-12
+
+
+@program
+def lookups_by_function(run: Run) -> Iterator[Tensor]:
+    weight = run.table.weight
+    optimizer = run.make([weight])
+    for step in range(STEPS):
+        if step % 2:
+            yield run.train(lambda ids: functional.embedding(ids, weight, sparse=run.sparse), optimizer)
+        else:
+            yield run.train(
+                lambda ids: functional.embedding_bag(ids[:, None], weight, mode="sum", sparse=run.sparse), optimizer
+            )
+    yield weight
+
+
+@program
+def named_parameters_in_groups(run: Run) -> Iterator[Tensor]:
+    out = nn.Linear(WIDTH, 2, dtype=torch.float64)
+    groups = [
+        {"params": list(run.table.named_parameters(prefix="table")), "lr": 0.02},
+        {"params": list(out.named_parameters(prefix="out"))},
+    ]
+    optimizer = run.make(groups)
+    for _ in range(STEPS):
+        yield run.train(lambda ids: out(run.table(ids)), optimizer)
+    yield run.table.weight
+
+
+@program
+def rows_normalised_after_each_batch(run: Run) -> Iterator[Tensor]:
+    """As LibKGE does: new data in the old parameter."""
+    optimizer = run.make(run.table.parameters())
+    for _ in range(STEPS):
+        run.train(run.table, optimizer)
+        run.table.weight.data = functional.normalize(run.table.weight.data, dim=-1)
+    yield run.table.weight
+
+
+@program
+def rows_set_in_place(run: Run) -> Iterator[Tensor]:
+    optimizer = run.make(run.table.parameters())
+    for step in range(STEPS):
+        run.train(run.table, optimizer)
+        with torch.no_grad():
+            run.table.weight[step % ROWS] = 0.5
+            run.table.weight.data[(step + 3) % ROWS] *= 2
+    yield run.table.weight
+
+
+@program
+def rows_initialised_again(run: Run) -> Iterator[Tensor]:
+    optimizer = run.make(run.table.parameters())
+    for step in range(STEPS):
+        yield run.train(run.table, optimizer)
+        if step % 20 == 10:
+            nn.init.xavier_uniform_(run.table.weight)
+        if step % 20 == 15:
+            run.table.reset_parameters()
+    yield run.table.weight
+
+
+@program
+def rows_appended_by_hand(run: Run) -> Iterator[Tensor]:
+    """As gsplat does: a new Parameter, and the state under its key, extended. Or the state first."""
+    optimizer = run.make(run.table.parameters())
+    for round_ in range(4):
+        yield run.train(run.table, optimizer, STEPS // 4)
+        old = run.table.weight
+        if round_ % 2:
+            state = longer(optimizer.state.pop(old))
+            new = nn.Parameter(torch.cat([old.detach(), torch.ones(2, WIDTH, dtype=torch.float64)]))
+        else:
+            new = nn.Parameter(torch.cat([old.detach(), torch.ones(2, WIDTH, dtype=torch.float64)]))
+            state = longer(optimizer.state.pop(old))
+        run.table.weight = new
+        optimizer.param_groups[0]["params"] = [new]
+        optimizer.state[new] = state
+    yield run.train(run.table, optimizer, 20)
+    yield run.table.weight
+
+
+def longer(state: dict[str, Any]) -> dict[str, Any]:
+    zeros = torch.zeros(2, WIDTH, dtype=torch.float64)
+    return {key: torch.cat([slot, zeros]) if key != "step" else slot for key, slot in state.items()}
+
+
+@program
+def moments_scaled_by_hand(run: Run) -> Iterator[Tensor]:
+    """As programs do that restart the momentum."""
+    optimizer = run.make(run.table.parameters())
+    for _ in range(10):
+        run.train(run.table, optimizer, STEPS // 10)
+        optimizer.state[run.table.weight]["exp_avg"].mul_(0.1)
+        yield optimizer.state[run.table.weight]["exp_avg_sq"]
+    yield run.table.weight
+
+
+@program
+def tied_to_an_output_layer(run: Run) -> Iterator[Tensor]:
+    optimizer = run.make(run.table.parameters())
+    for step in range(STEPS):
+        if step % 10:
+            yield run.train(run.table, optimizer)
+        else:
+            yield run.train(lambda ids: functional.linear(run.table(ids), run.table.weight), optimizer)
+    yield run.table.weight
+
+
+@program
+def tied_but_detached(run: Run) -> Iterator[Tensor]:
+    """The whole table is read at every step, and only the rows looked up get a gradient."""
+    optimizer = run.make(run.table.parameters())
+    for _ in range(STEPS):
+        yield run.train(lambda ids: run.table(ids) @ run.table.weight.detach().T, optimizer)
+    yield run.table.weight
+
+
+@program
+def rows_with_a_largest_norm(run: Run) -> Iterator[Tensor]:
+    run.table.max_norm = 0.7
+    optimizer = run.make(run.table.parameters())
+    for _ in range(STEPS):
+        yield run.train(run.table, optimizer)
+    yield run.table.weight
+
+
+@program
+def an_average_of_the_model(run: Run) -> Iterator[Tensor]:
+    optimizer = run.make(run.table.parameters())
+    average: Any = AveragedModel(run.table)
+    for _ in range(STEPS):
+        run.train(run.table, optimizer)
+        average.update_parameters(run.table)
+        yield average.module.weight
+    update_bn([run.batch()], average)
+
+
+@program
+def a_moving_average_by_lists(run: Run) -> Iterator[Tensor]:
+    optimizer = run.make(run.table.parameters())
+    average: Any = AveragedModel(run.table, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
+    for _ in range(STEPS):
+        run.train(run.table, optimizer)
+        average.update_parameters(run.table)
+    yield average.module.weight
+
+
+@program
+def a_moving_average_by_hand(run: Run) -> Iterator[Tensor]:
+    optimizer = run.make(run.table.parameters())
+    average = copy.deepcopy(run.table)
+    for _ in range(STEPS):
+        run.train(run.table, optimizer)
+        with torch.no_grad():
+            for mean, param in zip(average.parameters(), run.table.parameters(), strict=True):
+                mean.lerp_(param, 0.1)
+    yield average.weight
+
+
+@program
+def a_logger_of_norms(run: Run) -> Iterator[Tensor]:
+    optimizer = run.make(run.table.parameters())
+    for _ in range(STEPS):
+        run.train(run.table, optimizer)
+        yield run.table.weight.norm()
+        yield nn.utils.parameters_to_vector(run.table.parameters())
+
+
+@program
+def another_dtype_and_back(run: Run) -> Iterator[Tensor]:
+    """In float64 again before the next step: how float32 rounds is another matter."""
+    optimizer = run.make(run.table.parameters())
+    for _ in range(10):
+        yield run.train(run.table, optimizer, STEPS // 10)
+        run.table.to(torch.float64).cpu()
+        yield run.table.weight
+    yield copy.deepcopy(run.table).half().weight
+
+
+@program
+def weight_norm(run: Run) -> Iterator[Tensor]:
+    out = nn.Linear(WIDTH, 2, dtype=torch.float64)
+    nn.utils.parametrizations.weight_norm(out)
+    model = nn.Sequential(run.table, out)
+    optimizer = run.make(model.parameters())
+    for _ in range(STEPS):
+        yield run.train(model, optimizer)
+
+
+@program
+def a_parametrized_table(run: Run) -> Iterator[Tensor]:
+    optimizer = run.make(run.table.parameters())
+    yield run.train(run.table, optimizer, STEPS)
+    nn.utils.parametrizations.weight_norm(run.table)  # splits the table in two: its optimizer has lost it
+    yield run.table.weight
+
+
+@program
+def functional_calls(run: Run) -> Iterator[Tensor]:
+    optimizer = run.make(run.table.parameters())
+    for _ in range(STEPS):
+        params: dict[str, Tensor] = dict(run.table.named_parameters())
+        yield run.train(lambda ids: torch.func.functional_call(run.table, params, (ids,)), optimizer)  # noqa: B023
+    yield run.table.weight
+
+
+@program
+def checkpointed_activations(run: Run) -> Iterator[Tensor]:
+    out = nn.Linear(WIDTH, 2, dtype=torch.float64)
+    model = nn.Sequential(run.table, out)
+    optimizer = run.make(model.parameters())
+    for _ in range(STEPS):
+        yield run.train(lambda ids: checkpoint(model, ids, use_reentrant=False), optimizer)
+    yield run.table.weight
+
+
+@program
+def accumulated_gradients(run: Run) -> Iterator[Tensor]:
+    optimizer = run.make(run.table.parameters())
+    for _ in range(STEPS // 4):
+        optimizer.zero_grad()
+        for _ in range(4):
+            out = run.table(run.batch())
+            out.square().sum().backward()
+        optimizer.step()
+        yield out
+    yield run.table.weight
+
+
+@program
+def a_new_optimizer_every_epoch(run: Run) -> Iterator[Tensor]:
+    for _ in range(8):
+        optimizer = run.make(run.table.parameters())  # the one before is dropped only now
+        yield run.train(run.table, optimizer, STEPS // 8)
+    yield run.table.weight
+
+
+@program
+def two_optimizers_take_turns(run: Run) -> Iterator[Tensor]:
+    both = [run.make(run.table.parameters(), lr=rate) for rate in (0.05, 0.01)]
+    for step in range(STEPS):
+        yield run.train(run.table, both[step % 3 == 0])
+    yield run.table.weight
+
+
+@program
+def two_optimizers_of_different_tables(run: Run) -> Iterator[Tensor]:
+    other = nn.Embedding(ROWS, WIDTH, sparse=run.sparse, dtype=torch.float64)
+    optimizer, second = run.make(run.table.parameters()), run.make(other.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        second.zero_grad()
+        yield run.train(lambda ids: run.table(ids) * other(ids.flip(0)), optimizer)
+        second.step()
+    yield run.table.weight
+    yield other.weight
+
+
+@program
+def a_table_dropped_from_its_group(run: Run) -> Iterator[Tensor]:
+    out = nn.Linear(WIDTH, 2, dtype=torch.float64)
+    optimizer = run.make([*run.table.parameters(), *out.parameters()])
+    yield run.train(lambda ids: out(run.table(ids)), optimizer, STEPS // 2)
+    optimizer.param_groups[0]["params"] = list(out.parameters())  # the table is frozen from now on
+    yield run.train(lambda ids: out(run.table(ids)), optimizer, STEPS // 2)
+    yield run.table.weight
+
+
+@program
+def a_frozen_table(run: Run) -> Iterator[Tensor]:
+    """Without gradients dense Adam leaves the table where it is."""
+    optimizer = run.make(run.table.parameters())
+    yield run.train(run.table, optimizer, STEPS)
+    run.table.requires_grad_(False)
+    optimizer.zero_grad()
+    for _ in range(3):
+        optimizer.step()
+        yield run.table(run.batch())
+    run.table.requires_grad_(True)
+    yield run.train(run.table, optimizer, 20)
+    yield run.table.weight
+
+
+@program
+def a_state_dict_kept_and_loaded(run: Run) -> Iterator[Tensor]:
+    """Early stopping: the best weights so far, and back to them."""
+    optimizer = run.make(run.table.parameters())
+    run.train(run.table, optimizer, STEPS // 2)
+    best = copy.deepcopy(run.table.state_dict())
+    state = copy.deepcopy(optimizer.state_dict())
+    yield run.train(run.table, optimizer, STEPS // 4)
+    run.table.load_state_dict(best)
+    optimizer.load_state_dict(state)
+    yield run.train(run.table, optimizer, STEPS // 4)
+    yield run.table.weight

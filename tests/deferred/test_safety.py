@@ -1,0 +1,342 @@
+"""Rows that were read before they were up to date are an error that changes nothing, and there are ways to avoid it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rowstep import DeferredAdam, DeferredAdamW, StaleRowsError
+from tests.helpers.deferred_cases import (
+    BAR,
+    Forward,
+    Twins,
+    assert_same_parameter,
+    distance,
+    embedding,
+    in_memory,
+    optimizers,
+    zipf,
+)
+from tests.helpers.gradients import Snapshot, copy_of, rows_of, step_with, table
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+
+def after_some_steps(**options: Any) -> Twins:
+    """A table of 40 rows of which the last ten have not been read since the first step."""
+    twins = Twins(embedding(), weight_decay=0.1, lr=0.01, **options)
+    twins.look_up(*range(40))
+    twins.run(10, rows=30)
+    return twins
+
+
+def unseen(ids: Tensor) -> Forward:
+    """A lookup that the optimizer does not hear of."""
+
+    def look_up(model: Any) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return functional.embedding(ids, model.weight, sparse=model.sparse)
+
+    return look_up
+
+
+def test_a_stale_read_is_an_error_that_names_the_ways_out() -> None:
+    params = [table(4, 2), table(9, 2), nn.Parameter(torch.ones(3))]
+    groups: list[dict[str, Any]] = [{"params": params[:1]}, {"params": params[1:], "lr": 0.1}]
+    optimizer = DeferredAdam(groups)
+
+    def step(*ids: int) -> None:
+        params[0].grad, params[1].grad = rows_of(params[0], [0, 1]), rows_of(params[1], ids)
+        params[2].grad = torch.ones(3)
+        optimizer.step()
+
+    step(1, 2, 3)
+    step(1, 2, 3)
+    before = Snapshot(optimizer)
+    message = (
+        r"parameter 0 of group 1: 3 of the gradient's 5 rows were not up to date when they were read; "
+        r"expected .*opt\.catch_up\(param, ids\) or opt\.flush\(param\) before such a read"
+    )
+    for _ in range(2):
+        with pytest.raises(StaleRowsError, match=message):
+            step(1, 7, 2, 7, 8)
+        before.assert_unchanged()
+    step(1, 2, 3)
+    assert [int(optimizer.state[param]["step"]) for param in params] == [3, 3, 3]
+
+
+def test_the_error_knows_a_parameter_by_its_name() -> None:
+    model = nn.ModuleDict({"users": embedding()})
+    optimizer = DeferredAdam(model.named_parameters())
+    (weight,) = model.parameters()
+    step_with(optimizer, weight, rows_of(weight, [0]))
+    with pytest.raises(StaleRowsError, match=re.escape("parameter 0 of group 0 ('users.weight'): 1 of the")):
+        step_with(optimizer, weight, rows_of(weight, [1]))
+    assert issubclass(StaleRowsError, RuntimeError)
+
+
+def test_the_run_goes_on_after_the_error() -> None:
+    twins = after_some_steps()
+    ids = torch.tensor([3, 35, 38])
+    torch.autograd.backward(unseen(ids)(twins.model).sum())
+    with pytest.raises(StaleRowsError, match="of the gradient's"):
+        twins.ours.step()
+    twins.ours.catch_up(twins.model.weight, ids)
+    twins.step(unseen(ids))
+    twins.assert_same()
+
+
+@pytest.mark.parametrize("way", ["catch_up", "flush", "flush one", "up_to_date"])
+def test_reads_that_are_not_seen(way: str) -> None:
+    twins = after_some_steps()
+    weight = twins.model.weight
+    for _ in range(20):
+        ids = zipf(40, 6).flip(0).reshape(2, 3)
+
+        if way == "catch_up":
+            twins.ours.catch_up(weight, ids)
+        elif way == "flush":
+            twins.ours.flush()
+        elif way == "flush one":
+            twins.ours.flush(weight)
+        else:
+            with twins.ours.up_to_date(weight) as same:
+                assert same is weight
+                twins.step(unseen(ids))
+            continue
+        twins.step(unseen(ids))
+    twins.assert_same()
+
+
+def test_a_dense_gradient_of_stale_rows_is_an_error_too() -> None:
+    twins = after_some_steps()
+    before = Snapshot(twins.ours)
+    twins.ours.zero_grad()
+    with torch._C.DisableTorchFunctionSubclass():
+        twins.model.weight.square().sum().backward()
+    with pytest.raises(StaleRowsError, match=r"of the gradient's 40 rows were not up to date"):
+        twins.ours.step()
+    before.assert_unchanged()
+    with twins.ours.up_to_date(twins.model.weight):
+        twins.step(lambda model: model.weight)
+    twins.assert_same()
+
+
+def test_steps_inside_of_a_block_keep_the_whole_table_current() -> None:
+    twins = after_some_steps()
+    with twins.ours.up_to_date(twins.model.weight):
+        for _ in range(5):
+            assert distance(twins.model.weight, twins.twin.weight) <= BAR
+            twins.look_up(*zipf(40, 4).tolist())
+        with twins.ours.up_to_date(twins.model.weight):
+            twins.look_up(1, 2)
+        assert distance(twins.model.weight, twins.twin.weight) <= BAR
+        twins.look_up(5)
+        twins.set(betas=(0.5, 0.99))
+        twins.look_up(6)
+        twins.step(lambda model: model.weight[:7])
+        assert distance(twins.model.weight, twins.twin.weight) <= BAR
+    twins.look_up(5)
+    assert distance(in_memory(twins.model.weight), twins.twin.weight) > BAR
+    twins.assert_same()
+
+
+def test_a_block_ends_with_an_error_and_the_rows_wait_again() -> None:
+    twins = after_some_steps()
+    with pytest.raises(KeyError), twins.ours.up_to_date(twins.model.weight):
+        raise KeyError
+    twins.look_up(5)
+    assert distance(in_memory(twins.model.weight), twins.twin.weight) > BAR
+
+
+def test_a_block_before_the_first_step() -> None:
+    twins = Twins(embedding())
+    with twins.ours.up_to_date(twins.model.weight):
+        for _ in range(5):
+            twins.look_up(*zipf(40, 4).tolist())
+            assert distance(twins.model.weight, twins.twin.weight) <= BAR
+    twins.run(5, rows=40)
+    twins.assert_same()
+
+
+def test_a_block_in_inference_mode_before_the_first_step() -> None:
+    """An evaluation before the training."""
+    twins = Twins(embedding())
+    with torch.inference_mode(), twins.ours.up_to_date(twins.model.weight):
+        twins.model(torch.tensor([1, 2]))
+    twins.run(5, rows=40)
+    with torch.inference_mode():
+        twins.ours.flush()
+    twins.run(5, rows=40)
+    twins.assert_same()
+
+
+def test_stale_rows_may_be_allowed() -> None:
+    """Then the rows are brought up to date inside the step: dense Adam's result for the gradients as they are."""
+    param = table(8, 2, dtype=torch.float64)
+    twin = copy_of(param)
+    ours, theirs = optimizers([param], [twin], weight_decay=0.1, lr=0.01, allow_stale=True)
+    for _ in range(30):
+        grad = rows_of(param, zipf(8, 2))
+        step_with(ours, param, grad)
+        step_with(theirs, twin, grad.to_dense())
+    step_with(ours, param, torch.ones_like(param))
+    step_with(theirs, twin, torch.ones_like(twin))
+    ours.flush()
+    assert_same_parameter(ours, param, theirs, twin)
+
+
+@pytest.mark.parametrize("allow_stale", [False, True])
+def test_a_gradient_that_comes_a_step_late(allow_stale: bool) -> None:
+    """Its rows were up to date when they were read and are not any more: refused, or dense Adam's."""
+    twins = after_some_steps(allow_stale=allow_stale)
+    late = [(model(torch.tensor([35])).sum(), model) for model in (twins.model, twins.twin)]
+    twins.look_up(1, 2)
+    twins.each(lambda model, optimizer: optimizer.zero_grad())
+    for read, _ in late:
+        read.backward()
+    if allow_stale:
+        twins.each(lambda model, optimizer: optimizer.step())
+    else:
+        with pytest.raises(StaleRowsError, match="1 of the gradient's 1 rows"):
+            twins.ours.step()
+    twins.assert_same()
+
+
+def test_a_hook_that_changes_the_ids() -> None:
+    twins = after_some_steps()
+    twins.each(lambda model, _: model.register_forward_pre_hook(lambda module, args: (args[0] + 5,)))
+    twins.look_up(30)
+    twins.assert_same()
+
+
+@pytest.mark.parametrize("ids", [[40], [-1], [3, 41, 2]])
+def test_ids_outside_of_the_table(ids: list[int]) -> None:
+    twins = after_some_steps()
+    before = Snapshot(twins.ours)
+    outside = next(number for number in ids if not 0 <= number < 40)
+    with pytest.raises(IndexError, match=f"id {outside} is outside the table; expected 0 <= id < 40"):
+        twins.ours.catch_up(twins.model.weight, torch.tensor(ids))
+    before.assert_unchanged()
+    with pytest.raises(IndexError) as expected:
+        twins.twin(torch.tensor(ids))
+    with pytest.raises(IndexError, match=re.escape(str(expected.value))):
+        twins.model(torch.tensor(ids))
+    before.assert_unchanged()
+    twins.run(3, rows=40)
+    twins.assert_same()
+
+
+def test_what_is_not_an_id_meets_torchs_own_error() -> None:
+    twins = after_some_steps()
+    for bad in (torch.tensor([0.5]), [1, 2], None):
+        with pytest.raises((RuntimeError, TypeError)) as expected:
+            twins.twin(bad)
+        with pytest.raises(type(expected.value), match=re.escape(str(expected.value)[:60])):
+            twins.model(bad)
+
+
+@pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.Sequential(), embedding(3)])
+def test_attaching_a_module_without_our_tables(module: nn.Module) -> None:
+    optimizer = DeferredAdam([table(3, 3)])
+    with pytest.raises(ValueError, match=rf"{type(module).__name__} has no parameter that belongs to this optimizer"):
+        optimizer.attach(module)
+
+
+def test_a_parameter_of_someone_else() -> None:
+    optimizer = DeferredAdamW([table(3, 2)])
+    for call in (
+        lambda param: optimizer.catch_up(param, torch.tensor([0])),
+        optimizer.flush,
+        lambda param: optimizer.up_to_date(param).__enter__(),
+    ):
+        with pytest.raises(ValueError, match=r"the parameter of shape \(4, 2\) does not belong to this optimizer"):
+            call(table(4, 2))
+
+
+def test_only_a_step_counts_as_a_write() -> None:
+    """Autograd must accept a graph that read the rows which were brought up to date, and refuse one before a step."""
+    twins = after_some_steps()
+    weight = twins.model.weight
+    version = weight._version
+    twins.ours.catch_up(weight, torch.tensor([35]))
+    twins.model(torch.tensor([36]))
+    twins.ours.flush()
+    assert weight._version == version
+    kept = (weight**2).sum()
+    twins.look_up(1)
+    assert weight._version > version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()
+
+
+def test_ids_are_left_as_they_were() -> None:
+    """A buffer of ids may be filled again, also with more of them, as torch's lookups allow."""
+    twins = after_some_steps()
+    ids = torch.tensor([3, 35, 35, 2], dtype=torch.int64)
+    twins.step(lambda model: model(ids))
+    twins.ours.catch_up(twins.model.weight, ids)
+    assert ids.tolist() == [3, 35, 35, 2]
+    torch.arange(9, out=ids.resize_(0))
+    twins.step(lambda model: model(ids))
+    twins.assert_same()
+
+
+@pytest.mark.parametrize("change", [{"betas": (0.8, 0.99)}, {"eps": 1e-4}, {"amsgrad": True}], ids=str)
+def test_a_stale_read_is_noticed_after_options_have_changed(change: dict[str, Any]) -> None:
+    """As a schedule of the betas does between a backward pass and its step."""
+    twins = after_some_steps()
+    twins.ours.zero_grad()
+    torch.autograd.backward(unseen(torch.tensor([35]))(twins.model).sum())
+    twins.ours.param_groups[0].update(change)
+    with pytest.raises(StaleRowsError, match="1 of the gradient's 1 rows"):
+        twins.ours.step()
+
+
+def test_ids_outside_a_table_are_an_error_whether_rows_wait_or_not() -> None:
+    param = table(4, 2)
+    optimizer = DeferredAdam([param])
+    for _ in range(2):
+        for ids in ([4], [0, -1]):
+            with pytest.raises(IndexError, match=f"id {ids[-1]} is outside the table; expected 0 <= id < 4"):
+                optimizer.catch_up(param, torch.tensor(ids))
+        step_with(optimizer, param, rows_of(param, [1]))
+
+
+def test_rows_to_catch_up_may_be_a_mask_and_must_be_numbers() -> None:
+    twins = after_some_steps()
+    mask = torch.zeros(40, dtype=torch.bool)
+    mask[35] = True
+    twins.ours.catch_up(twins.model.weight, mask)
+    assert distance(twins.model.weight[35], twins.twin.weight[35]) <= BAR
+    with pytest.raises(ValueError, match="the mask has 39 entries; expected 40, one per row"):
+        twins.ours.catch_up(twins.model.weight, mask[1:])
+    wrong: list[Any] = [torch.tensor([3.9]), [1], torch.tensor([1j])]
+    for ids in wrong:
+        with pytest.raises(TypeError, match="expected an integer tensor or a boolean mask"):
+            twins.ours.catch_up(twins.model.weight, ids)
+
+
+NO_IDS = {
+    "outside": torch.tensor([3, 40]),
+    "negative": torch.tensor([-1]),
+    "a mask": torch.ones(40, dtype=torch.bool),
+    "a mask that is too short": torch.ones(3, dtype=torch.bool),
+    "floats": torch.tensor([1.0]),
+    "int16": torch.tensor([1], dtype=torch.int16),
+    "no tensor": [1, 2],
+}
+
+
+@pytest.mark.parametrize("name", NO_IDS)
+def test_a_lookup_of_what_are_no_ids_is_torchs_error(name: str) -> None:
+    twins, ids = after_some_steps(), NO_IDS[name]
+    with pytest.raises((IndexError, RuntimeError, TypeError)) as torchs:
+        functional.embedding(ids, torch.zeros(40, 4))  # type: ignore[arg-type]
+    with pytest.raises(torchs.type, match=re.escape(str(torchs.value))):
+        functional.embedding(ids, twins.model.weight)  # type: ignore[arg-type]

@@ -1,0 +1,250 @@
+"""Embeddings of a model that was not written for ranks: replaced in place, looked up together, errors on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import rowstep
+from rowstep.distributed import (
+    PeerError,
+    ShardedEmbedding,
+    ShardedEmbeddingBag,
+    ShardedEmbeddingCollection,
+    count_traffic,
+    ddp,
+)
+from tests.helpers.ranks import Ranks
+
+DTYPE = torch.float64
+
+
+class Item(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags = nn.EmbeddingBag(41, 5, mode="sum", dtype=DTYPE)
+        self.shop = nn.Embedding(7, 5, padding_idx=0, dtype=DTYPE)
+
+
+class Model(nn.Module):
+    """As people write it: dense gradients by default, a table used twice, one whose weight a layer shares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.user = nn.Embedding(103, 5, dtype=DTYPE)
+        self.item = Item()
+        self.friend = self.user
+        self.words = nn.Embedding(13, 5, dtype=DTYPE)
+        self.head = nn.Linear(5, 13, bias=False, dtype=DTYPE)
+        self.head.weight = self.words.weight
+
+    def forward(self, users: Tensor, tags: Tensor, offsets: Tensor, shops: Tensor) -> Tensor:
+        read = self.user(users) + self.item.tags(tags, offsets) + self.item.shop(shops)
+        loss: Tensor = (self.head(read) + self.head(self.words(users % 13))).sin().sum()
+        return loss
+
+
+def batch(step: int, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+
+    def draw(rows: int, count: int) -> Tensor:
+        return torch.randint(rows, (count,), generator=generator)
+
+    return draw(103, 4), draw(41, 8), torch.arange(0, 8, 2), draw(7, 4)
+
+
+def announced(ids: tuple[Tensor, Tensor, Tensor, Tensor]) -> dict[str, Any]:
+    return {"user": ids[0], "item.tags": (ids[1], ids[2]), "item.shop": ids[3]}
+
+
+def train(rank: int, ahead: bool) -> dict[str, Tensor]:
+    model = Model()
+    keys, names = list(model.state_dict()), [name for name, _ in model.named_parameters()]
+    collection = ShardedEmbeddingCollection.from_model(model, plan={"item.shop": 1})
+    assert isinstance(model.user, ShardedEmbedding)
+    assert model.friend is model.user
+    assert isinstance(model.item.tags, ShardedEmbeddingBag)
+    assert type(model.words) is nn.Embedding
+    assert [name for name, _ in model.named_parameters()] == names
+    own = [key for key in model.state_dict() if not key.endswith("rowstep_row_order")]
+    assert own == [key for key in keys if key != "item.shop.weight" or rank == 1]
+    assert list(collection) == ["user", "item.tags", "item.shop"]
+    text = str(collection)
+    assert "left alone: words (another module uses its weight)" in text
+    assert "on rank 1" in text
+    assert not list(collection.parameters()), "they are the model's"
+
+    wrapped: Any = ddp(model)
+    optimizer = rowstep.DeferredAdamW(model, lr=0.01)
+    for step in range(8):
+        ids = batch(step, rank)
+        optimizer.zero_grad()
+        if ahead:
+            with count_traffic() as traffic, collection.ahead(announced(ids)):
+                loss = wrapped(*ids)
+            assert traffic.collectives == {"headers": 1, "ids": 1, "votes": 1, "rows": 1}
+        else:
+            loss = wrapped(*ids)
+        loss.backward()
+        optimizer.step()
+    model.eval()
+    whole = {name: collection[name].full_weight() for name in collection}
+    return whole | {"words": model.words.weight.detach()}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_model_trains_as_in_one_process(ranks: Ranks, ahead: bool) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(8):
+        optimizer.zero_grad()
+        for rank in range(2):
+            torch.autograd.backward(model(*batch(step, rank)) / 2)
+        optimizer.step()
+    for found in ranks.run(2, train, ahead):
+        for name, weight in found.items():
+            torch.testing.assert_close(weight, model.get_parameter(f"{name}.weight").detach(), rtol=0, atol=1e-12)
+
+
+def test_what_cannot_be_replaced_is_left_alone_with_a_reason() -> None:
+    class Own(nn.Embedding):
+        pass
+
+    hooked = nn.Embedding(3, 2)
+    hooked.register_forward_hook(lambda *_: None)
+    model = nn.ModuleDict(
+        {
+            "own": Own(3, 2),
+            "hooked": hooked,
+            "scaled": nn.EmbeddingBag(3, 2, scale_grad_by_freq=True),
+            "normed": nn.utils.parametrizations.weight_norm(nn.Embedding(3, 2)),
+            "watched": nn.Embedding(3, 2),
+            "buffered": nn.Embedding(3, 2),
+            "patched": nn.Embedding(3, 2),
+            "plain": nn.Embedding(3, 2),
+        }
+    )
+    model["watched"].weight.register_hook(lambda grad: grad)  # type: ignore[operator]
+    model["buffered"].register_buffer("counts", torch.zeros(3))
+    model["patched"].forward = lambda ids: ids
+    collection = ShardedEmbeddingCollection.from_model(model)
+    assert list(collection) == ["plain"]
+    reasons = collection.left_alone
+    assert "Own" in reasons["own"]
+    assert "hooks" in reasons["hooked"]
+    assert "scale_grad_by_freq" in reasons["scaled"]
+    assert "parametrized" in reasons["normed"]
+    assert "hooks" in reasons["watched"]
+    assert "more than a weight" in reasons["buffered"]
+    assert "more than a weight" in reasons["patched"]
+    for nothing in (nn.Embedding(3, 2), nn.Linear(2, 2), model):
+        with pytest.raises(ValueError, match="the model has no embedding that can be replaced"):
+            ShardedEmbeddingCollection.from_model(nothing)
+
+
+def test_a_frozen_table_and_its_mode_stay_as_they_were() -> None:
+    model: Any = nn.Sequential(nn.Embedding(3, 2), nn.EmbeddingBag(5, 2, mode="max", include_last_offset=True)).eval()
+    model[0].weight.requires_grad_(False)
+    before = [table.weight.detach().clone() for table in model]
+    collection = ShardedEmbeddingCollection.from_model(model)
+    assert not model[0].weight.requires_grad
+    assert not model[0].training
+    assert [torch.equal(collection[name].full_weight(), old) for name, old in zip(collection, before, strict=True)]
+    bags, offsets = torch.tensor([1, 4, 2]), torch.tensor([0, 2, 3])
+    plain = nn.EmbeddingBag(5, 2, mode="max", include_last_offset=True, _weight=before[1])
+    assert torch.equal(model[1](bags, offsets), plain(bags, offsets))
+
+
+# Announcements
+
+
+def test_what_was_announced_can_be_looked_up_once_inside_the_block() -> None:
+    model = Model()
+    collection = ShardedEmbeddingCollection.from_model(model)
+    ids = torch.tensor([1, 2])
+    with collection.ahead({"user": ids, "item.tags": ids.view(1, 2)}):
+        assert torch.equal(model.user(ids.clone()), collection["user"].full_weight()[ids])
+        with pytest.raises(ValueError, match="table 'user' was called with other ids than were announced"):
+            model.user(ids)
+        with pytest.raises(ValueError, match=r"table 'item\.tags' was called with other ids"):
+            model.item.tags(ids.view(2, 1))
+        model.item.tags(ids.view(1, 2))
+        model.item.shop(ids)  # nothing was announced for it
+    assert torch.equal(model.user(ids), collection["user"].full_weight()[ids])
+    with collection.ahead({"user": ids}):
+        ids += 1
+        with pytest.raises(ValueError, match="other ids than were announced"):
+            model.user(ids)
+    with pytest.raises(KeyError, match="no table is called 'usr'"), collection.ahead({"usr": ids}):
+        pass
+    model.user(ids)
+
+
+# Arguments
+
+
+def call_wrongly(rank: int) -> None:
+    torch.manual_seed(0)
+    tables = ShardedEmbeddingCollection({"user": nn.Embedding(11, 4), "tags": nn.EmbeddingBag(11, 3)})
+    good = {"user": torch.arange(3)}
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        ({"usr": torch.arange(3)}, KeyError, "no table is called 'usr'; there are 'user', 'tags'"),
+        ({"user": torch.tensor([11])}, IndexError, "table 'user': id 11 is outside the table"),
+        ({"tags": torch.tensor([-1])}, IndexError, "table 'tags': id -1 is outside"),
+        ({"tags": torch.arange(3)}, ValueError, "offsets"),
+        ({"user": (torch.arange(3), torch.arange(3))}, TypeError, "table 'user'"),
+        ({"user": [1, 2]}, TypeError, "the ids are list"),
+        ([1, 2], TypeError, "the ids are a list; expected a dict"),
+    ]
+    for given, kind, text in wrong:
+        error: type[Exception] = kind if rank == 1 else PeerError
+        with pytest.raises(error) as raised:
+            tables(given if rank == 1 else good)
+        assert text in str(raised.value)
+        assert tables(good)["user"].shape == (3, 4)
+
+
+def test_what_is_wrong_on_one_rank_is_heard_on_all(ranks: Ranks) -> None:
+    ranks.run(2, call_wrongly)
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lambda: ShardedEmbeddingCollection({}), "there are no tables"),
+        (lambda: ShardedEmbeddingCollection({"a.b": (3, 2)}), r"a table cannot be called 'a\.b'"),
+        (lambda: ShardedEmbeddingCollection({"type": (3, 2)}), "a table cannot be called 'type'"),
+        (lambda: ShardedEmbeddingCollection({"user": (3, 2)}, plan={"item": 0}), "fixed names 'item'"),
+        (lambda: ShardedEmbeddingCollection({"user": (3, 2)}, plan={"user": 1}), "Invalid placement: 1"),
+        (lambda: ShardedEmbeddingCollection({"user": (3, 2)}, gradient="max"), "Invalid gradient value: 'max'"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(build: Callable[[], object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        build()
+
+
+def test_a_table_has_to_be_a_module_or_a_size() -> None:
+    with pytest.raises(TypeError, match=r"table 'user' is a Linear; expected an nn\.Embedding"):
+        ShardedEmbeddingCollection({"user": nn.Linear(2, 2)})  # type: ignore[dict-item]
+
+
+def sub_groups(rank: int) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    torch.manual_seed(rank // 2)
+    tables = ShardedEmbeddingCollection({"user": (50, 4), "item": (20, 4)}, group=pairs[rank // 2], plan={"item": 1})
+    ids = torch.arange(5) + rank
+    read = tables({"user": ids, "item": ids})
+    torch.autograd.backward([value.sum() for value in read.values()])
+    assert torch.equal(read["item"], tables["item"].full_weight()[ids])
+    assert (tables["item"].weight.grad is None) == (rank % 2 == 0)
+
+
+def test_each_group_has_tables_of_its_own(ranks: Ranks) -> None:
+    ranks.run(4, sub_groups)

@@ -1,0 +1,302 @@
+"""Ranks that do different things: all of them raise and name the table, and none waits, aborts or mixes rows."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import rowstep
+from rowstep.distributed import PeerError, ShardedEmbedding, ShardedEmbeddingBag, ShardedEmbeddingCollection, ddp
+from tests.helpers.ranks import Ranks
+
+ROWS, WIDTH = 11, 4
+IDS = torch.arange(5)
+
+
+def message_of(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except PeerError as raised:
+        return str(raised)
+    raise AssertionError("PeerError was not raised")
+
+
+def works(table: ShardedEmbedding) -> None:
+    """After all ranks have raised, they can go on."""
+    table.zero_grad()
+    table(IDS).sum().backward()
+    assert table.weight.grad is not None
+
+
+# Different tables under one number
+
+
+def other_dtypes(rank: int) -> None:
+    torch.manual_seed(0)
+    for make in (ShardedEmbedding, ShardedEmbeddingBag):
+        table: Any = make(ROWS, WIDTH)
+        if rank == 1:
+            table.double()
+        message = message_of(partial(table, IDS.view(1, -1)))
+        assert "torch.float32" in message
+        assert "torch.float64" in message
+        assert message.index("rank 0: lookup of") < message.index("rank 1: lookup of")
+    tables = ShardedEmbeddingCollection({"user": (ROWS, WIDTH), "item": (ROWS, WIDTH)})
+    if rank == 0:
+        tables["item"].half()
+    message = message_of(lambda: tables({"user": IDS}))
+    assert "table 'item': 11 x 4, torch.float16" in message
+    assert "table 'user': " not in message, "of tables, only those that differ are told apart"
+
+
+def test_tables_of_another_dtype_on_one_rank(ranks: Ranks) -> None:
+    ranks.run(3, other_dtypes)
+
+
+def other_options(rank: int) -> None:
+    for options in ({"width": WIDTH + rank}, {"gradient": ("sum", "mean")[rank]}, {"placement": ("divided", 0)[rank]}):
+        table = ShardedEmbedding(ROWS, options.pop("width", WIDTH), **options)  # type: ignore[arg-type]
+        assert "came together for different things" in message_of(partial(table, IDS))
+    sizes = {"user": (ROWS, WIDTH), "item": (ROWS + rank, WIDTH)}
+    plans: list[dict[str, str | int]] = [{"user": 0, "item": 0}, {"user": rank, "item": "divided"}]
+    for plan in plans:
+        tables = ShardedEmbeddingCollection(sizes, plan=plan)
+        assert "came together for different things" in message_of(partial(tables, {"user": IDS}))
+    works(ShardedEmbedding(ROWS, WIDTH))
+
+
+def test_tables_of_other_sizes_or_options_on_one_rank(ranks: Ranks) -> None:
+    ranks.run(2, other_options)
+
+
+def look_up_a_copy(rank: int) -> None:
+    torch.manual_seed(0)
+    table = ShardedEmbedding(ROWS, WIDTH)
+    for clone in (copy.deepcopy(table), copy.deepcopy(nn.Sequential(table))[0], copy.copy(table)):
+        assert "table 1, copy" in message_of(lambda: (table, clone)[rank](IDS))  # noqa: B023  # called at once
+        assert torch.equal(clone(IDS), table(IDS))
+    again = copy.deepcopy(copy.deepcopy(table))
+    assert "table 1, copy 4, copy 1" in message_of(lambda: (table, again)[rank](IDS))
+
+    # A copy that one rank makes for itself is no matter to tables that are made later.
+    if rank == 0:
+        copy.deepcopy(table)
+    later = ShardedEmbedding(ROWS, WIDTH)
+    works(later)
+
+    tables = ShardedEmbeddingCollection({"user": (ROWS, WIDTH), "item": (ROWS, WIDTH)})
+    clones = copy.deepcopy(tables)
+    assert "came together for different things" in message_of(lambda: (tables, clones)[rank]({"user": IDS}))
+    assert torch.equal(clones({"user": IDS})["user"], tables({"user": IDS})["user"])
+    with torch.no_grad():
+        clones["user"].weight.zero_()
+    assert not clones({"user": IDS})["user"].any(), "the collection looks up the copies of its tables"
+    assert tables({"user": IDS})["user"].any()
+
+
+def test_a_copy_is_not_its_original(ranks: Ranks) -> None:
+    ranks.run(2, look_up_a_copy)
+
+
+def test_tables_and_collections_can_be_pickled_in_one_process() -> None:
+    tables = ShardedEmbeddingCollection({"user": (ROWS, WIDTH), "item": (ROWS, WIDTH)})
+    before = tables({"user": IDS})["user"]
+    again = pickle.loads(pickle.dumps(tables))
+    assert torch.equal(again({"user": IDS})["user"], before)
+
+
+# Backward passes that only some ranks make
+
+
+def goes_on_to_the_next_lookup(rank: int) -> None:
+    tables = [ShardedEmbedding(ROWS, WIDTH) for _ in range(2)]
+    first = tables[0](IDS).sum()
+    message = message_of(lambda: tables[1](IDS) if rank == 1 else first.backward())
+    assert "backward pass of the lookup of table 1" in message
+    assert "rank 1: lookup of table 2" in message
+    for table in tables:
+        works(table)
+
+
+def goes_on_to_the_next_step(rank: int) -> None:
+    torch.manual_seed(0)
+    tables = ShardedEmbeddingCollection({"user": (ROWS, WIDTH), "item": (ROWS, WIDTH)})
+    dense = nn.Linear(WIDTH, 1)
+    for make in (rowstep.SparseAdam, rowstep.DeferredAdam):
+        optimizer: Any = make([*tables.parameters(), *dense.parameters()])
+        read = tables({"user": IDS, "item": IDS})
+        loss = dense(torch.ones(WIDTH)).sum() if rank == 1 else read["user"].sum()
+
+        def step(loss: Any = loss, optimizer: Any = optimizer) -> None:
+            loss.backward()
+            optimizer.step()
+
+        message = message_of(step)
+        for other in (0, 2):
+            assert f"rank {other}: backward pass of the lookup of table 'user', table 'item'" in message
+        assert (
+            "rank 1: optimizer step, with no backward pass of the last lookup of table 'user', table 'item'" in message
+        )
+
+
+def in_another_order(rank: int) -> None:
+    tables = [ShardedEmbedding(ROWS, WIDTH) for _ in range(2)]
+    losses = [table(IDS).sum() for table in tables]
+    assert "backward pass of the lookup of table 2" in message_of(losses[rank].backward)
+    again = [tables[0](IDS).sum() for _ in range(2)]  # of one table, in two lookups
+    assert "backward pass of the lookup of table 1" in message_of(again[rank].backward)
+
+
+def clips_instead(rank: int) -> None:
+    table = ShardedEmbedding(ROWS, WIDTH)
+    loss = table(IDS).sum()
+    act = loss.backward if rank == 0 else lambda: rowstep.clip_grad_norm_(table.parameters(), 1.0)
+    assert "backward pass of the lookup of table 1" in message_of(act)
+    loss = table(IDS).sum()
+    assert "gathering of table 1" in message_of(loss.backward if rank == 0 else table.full_weight)
+
+
+@pytest.mark.parametrize(
+    ("count", "program"),
+    [(2, goes_on_to_the_next_lookup), (3, goes_on_to_the_next_step), (2, in_another_order), (2, clips_instead)],
+)
+def test_a_backward_pass_that_some_ranks_leave_out(ranks: Ranks, count: int, program: Callable[[int], None]) -> None:
+    ranks.run(count, program)
+
+
+def goes_on_after_an_error(rank: int) -> list[float]:
+    """One rank's loss raises, and the program goes on with the next batch on all ranks."""
+    torch.manual_seed(0)
+    tables = ShardedEmbeddingCollection({"user": (ROWS, WIDTH), "item": (5, WIDTH)}, plan={"item": "everywhere"})
+    single = ShardedEmbedding(ROWS, WIDTH)
+    optimizer = rowstep.SparseAdam([*tables.parameters(), *single.parameters()])
+    for step in range(9):
+        optimizer.zero_grad()
+        try:
+            loss = tables({"user": IDS, "item": IDS % 5})["item"].sum() + single(IDS).sum()
+            if step % 3 == 1 and rank == step % 2:
+                raise KeyError("no such batch")
+            loss.backward()
+            optimizer.step()
+        except KeyError:
+            assert "item" in message_of(lambda: tables({}))
+            dist.barrier()
+        except PeerError:
+            dist.barrier()
+    return [float(optimizer.state[table.weight]["step"]) for table in (tables["item"], single)]
+
+
+def test_after_an_error_on_one_rank_all_go_on_in_step(ranks: Ranks) -> None:
+    steps = ranks.run(2, goes_on_after_an_error)
+    assert steps[0] == steps[1]
+    assert steps[0] == [6, 6], "three of nine steps were lost"
+
+
+def sums_of_different_things(rank: int) -> None:
+    torch.manual_seed(0)
+    tables = [ShardedEmbeddingCollection({"user": (ROWS, WIDTH), "item": (ROWS, 3 + n)}) for n in range(2)]
+    assert "use of table 'user', table 'item'" in message_of(tables[rank].use)
+    assert "use of" in message_of(tables[0].use if rank else lambda: tables[0]({"user": IDS}))
+    parts = [ShardedEmbedding(ROWS, WIDTH) for _ in range(2)]
+    for part in parts:
+        part(IDS).sum().backward()
+    weights = [part.weight for part in parts]
+    assert "clipping of gradients" in message_of(lambda: rowstep.clip_grad_norm_(weights[rank], 1.0))
+    norm = (2.0, float("inf"))[rank]
+    assert "clipping of gradients" in message_of(lambda: rowstep.clip_grad_norm_(weights, 1.0, norm_type=norm))
+    factored = [rowstep.SparseAdam([weight], second_moment="factored") for weight in weights]
+    assert "step with factored moments" in message_of(factored[rank].step)
+    assert "clipping" in message_of(factored[0].step if rank else lambda: rowstep.clip_grad_norm_(weights, 1.0))
+    for optimizer in factored:
+        optimizer.step()
+
+
+def test_ranks_that_add_up_different_things(ranks: Ranks) -> None:
+    ranks.run(2, sums_of_different_things)
+
+
+def other_copies(rank: int) -> None:
+    torch.manual_seed(rank)
+    tables = ShardedEmbeddingCollection({"user": (ROWS, WIDTH), "item": (5, WIDTH)}, plan={"item": "everywhere"})
+    assert "table 'item': 5 x 4, torch.float32, everywhere, with gradients, rows with checksum" in message_of(
+        lambda: tables({"user": IDS})
+    )
+    tables.load_state_dict({"user.weight": torch.ones(ROWS, WIDTH), "item.weight": torch.ones(5, WIDTH)})
+    assert tables({"user": IDS})["user"].eq(1).all()
+
+
+def test_copies_of_a_table_that_differ_from_the_start(ranks: Ranks) -> None:
+    ranks.run(2, other_copies)
+
+
+def all_leave_it_out(rank: int) -> list[int]:
+    """Nothing is wrong if all ranks do: a forward pass with gradients for a look at the loss."""
+    tables = [ShardedEmbedding(ROWS, WIDTH) for _ in range(2)]
+    optimizer = rowstep.SparseAdam([table.weight for table in tables])
+    sent = []
+    for step in range(3):
+        optimizer.zero_grad()
+        tables[0](IDS).sum()
+        with torch.no_grad():
+            tables[1](IDS)
+        tables[1](IDS).sum().backward()
+        with rowstep.distributed.count_traffic() as traffic:
+            optimizer.step()
+        sent.append(sum(traffic.collectives.values()))
+        if step:
+            tables[1](IDS).sum().backward()
+            optimizer.step()
+    return sent
+
+
+def test_a_backward_pass_that_all_ranks_leave_out_is_no_error(ranks: Ranks) -> None:
+    for sent in ranks.run(2, all_leave_it_out):
+        assert sent == [1, 1, 1]
+
+
+def never_comes(rank: int) -> str:
+    """The group's time limit is how long ranks wait."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    table = ShardedEmbedding(ROWS, WIDTH, group=group)
+    model = ddp(nn.Sequential(table, nn.Linear(WIDTH, 1)))
+    loss = model(IDS).sum()
+    if rank == 1:
+        dist.monitored_barrier(timeout=datetime.timedelta(seconds=30))  # of the others, and it sends no rows
+        return message_of(lambda: table(IDS))
+    message = message_of(loss.backward)
+    dist.monitored_barrier(timeout=datetime.timedelta(seconds=30))
+    return message
+
+
+def test_a_rank_that_never_comes_is_not_waited_for_longer_than_its_group_says(ranks: Ranks) -> None:
+    waited, late = ranks.run(2, never_comes)
+    assert "did not come to the backward pass of the lookup of table '0'" in waited
+    assert "this rank made no backward pass of the last lookup of table '0'" in late
+
+
+def uses_its_own_group(rank: int) -> None:
+    """Programs send as well, and not always when a table does."""
+    table = ShardedEmbedding(ROWS, WIDTH)
+    number = torch.full((1000,), float(rank))
+    if rank == 0:
+        work = dist.all_reduce(number, async_op=True)
+        read = table(IDS)
+        work.wait()
+    else:
+        read = table(IDS)
+        dist.all_reduce(number)
+    assert number.eq(1).all()
+    assert read.shape == (5, WIDTH)
+
+
+def test_messages_of_tables_and_of_the_program_do_not_mix(ranks: Ranks) -> None:
+    ranks.run(2, uses_its_own_group)

@@ -1,0 +1,295 @@
+"""Who owns which row: the arithmetic of the plan, how evenly it divides work and memory, and the bytes it costs."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.tensor import Shard
+
+from rowstep import DeferredAdam, SparseAdam
+from rowstep._layout import RowOrder
+from rowstep.distributed import ShardedEmbedding, ShardedEmbeddingBag, bytes_per_step, count_traffic
+from rowstep.distributed._map import JointMap
+from rowstep.distributed._placement import Blocks, Placement
+from tests.helpers.ranks import Ranks
+
+# The order of rows
+
+
+def all_rows(order: RowOrder) -> Tensor:
+    return torch.arange(order.rows)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 6, 103, 4096, 30030, 46341, 46342, 65536, 1_000_000])
+def test_every_row_has_one_position(rows: int) -> None:
+    order = RowOrder.spread(rows)
+    positions = order.positions(all_rows(order))
+    assert torch.equal(positions.sort().values, all_rows(order))
+    assert torch.equal(order.ids(positions), all_rows(order))
+    assert torch.equal(order.positions(order.ids(all_rows(order))), all_rows(order))
+
+
+@given(st.integers(0, 20_000))
+def test_every_row_of_any_table_has_one_position(rows: int) -> None:
+    order = RowOrder.spread(rows)
+    positions = order.positions(all_rows(order))
+    assert torch.equal(positions.sort().values, all_rows(order))
+    assert torch.equal(order.ids(positions), all_rows(order))
+
+
+@given(st.integers(1, 5_000), st.integers(0, 2**40), st.integers(0, 2**40))
+def test_orders_of_other_constants_are_read_as_well(rows: int, multiplier: int, offset: int) -> None:
+    """A checkpoint may come from a version that chose others."""
+    multiplier %= rows
+    while torch.gcd(torch.tensor(multiplier), torch.tensor(rows)) > 1:
+        multiplier += 1
+    order = RowOrder(rows, multiplier, offset % rows)
+    positions = order.positions(all_rows(order))
+    assert positions.tolist() == [(order.multiplier * row + order.offset) % rows for row in range(rows)]
+    assert torch.equal(order.ids(positions), all_rows(order))
+
+
+@given(st.integers(2**31, 2**42), st.lists(st.integers(0, 2**42 - 1), min_size=1, max_size=20))
+@example(
+    3037000499, [3037000498]
+)  # the last number of rows whose products fit into 63 bits, and the first of which not
+@example(3037000500, [3037000499])
+@example(2**42, [2**42 - 1])
+@example(2**42 - 11, [2**42 - 12])
+def test_numbers_beyond_the_square_root_of_63_bits_are_those_of_python(rows: int, numbers: list[int]) -> None:
+    ids = [number % rows for number in numbers]
+    order = RowOrder.spread(rows)
+    positions = order.positions(torch.tensor(ids))
+    assert positions.tolist() == [(order.multiplier * i + order.offset) % rows for i in ids]
+    assert order.ids(positions).tolist() == ids
+
+
+def test_a_table_of_more_rows_than_the_arithmetic_holds_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected at most 4398046511104"):
+        RowOrder.spread(2**42 + 1)
+
+
+@pytest.mark.parametrize("rows", [103, 100_000, 2**31 + 11])
+def test_small_ids_of_int32_have_the_positions_of_int64(rows: int) -> None:
+    order = RowOrder.spread(rows)
+    ids = torch.arange(0, min(rows, 2**31 - 1), max(1, min(rows, 2**31 - 1) // 1000))
+    assert torch.equal(order.positions(ids.to(torch.int32)), order.positions(ids))
+
+
+def test_ids_of_a_table_that_was_never_spread_are_positions() -> None:
+    order = RowOrder.by_id(103)
+    assert torch.equal(order.positions(all_rows(order)), all_rows(order))
+    assert torch.equal(order.ids(all_rows(order)), all_rows(order))
+
+
+# Blocks
+
+
+@given(st.integers(0, 300), st.integers(1, 20))
+@example(5, 4)  # the last rank owns nothing
+@example(1, 8)
+@example(0, 3)
+def test_blocks_hold_every_row_once_and_are_cut_as_torch_cuts(rows: int, ranks: int) -> None:
+    blocks = Blocks(rows, ranks)
+    owned = [blocks.of(rank) for rank in range(ranks)]
+    assert [position for block in owned for position in block] == list(range(rows))
+    chunks = [len(chunk) for chunk in torch.arange(rows).chunk(ranks)] if rows else []
+    assert [len(block) for block in owned] == chunks + [0] * (ranks - len(chunks))
+    for rank, block in enumerate(owned):
+        size, start = Shard.local_shard_size_and_offset(rows, ranks, rank)
+        assert len(block) == size
+        assert not len(block) or block.start == start
+
+
+@given(st.integers(1, 200), st.integers(1, 9), st.data())
+def test_positions_are_cut_between_their_owners(rows: int, ranks: int, data: st.DataObject) -> None:
+    positions = sorted(data.draw(st.sets(st.integers(0, rows - 1))))
+    blocks = Blocks(rows, ranks)
+    joint = JointMap([Placement(rows, ranks)], ranks)
+    keys = joint.keys([torch.tensor(positions, dtype=torch.int64)])
+    assert keys.tolist() == sorted(keys.tolist())
+    request = joint.ask(keys)
+    assert request.counts == [[sum(position in blocks.of(rank) for position in positions)] for rank in range(ranks)]
+    assert request.numbers.tolist() == [
+        position - blocks.of(rank).start
+        for rank in range(ranks)
+        for position in positions
+        if position in blocks.of(rank)
+    ]
+
+
+# Load
+
+
+def zipf_ids(rows: int, count: int, exponent: float, generator: torch.Generator) -> Tensor:
+    """Ids that are sorted by popularity: the most frequent is 0."""
+    shares = torch.arange(1, rows + 1, dtype=torch.float64).pow(-exponent).cumsum(0)
+    drawn = torch.rand(count, generator=generator, dtype=torch.float64) * shares[-1]
+    return torch.searchsorted(shares, drawn).clamp(max=rows - 1)
+
+
+def busiest_over_mean(order: RowOrder, ids_of_ranks: list[Tensor]) -> float:
+    """How many rows the busiest rank is asked for, over the mean; each rank asks for a row once."""
+    blocks = Blocks(order.rows, len(ids_of_ranks))
+    load = torch.zeros(len(ids_of_ranks))
+    for ids in ids_of_ranks:
+        load += torch.bincount(torch.unique(order.positions(ids)) // blocks.size, minlength=len(ids_of_ranks))
+    return float(load.max() / load.mean())
+
+
+@pytest.mark.parametrize(("rows", "exponent"), [(100_000, 1.05), (1_000_000, 1.05), (1_000_000, 1.2)])
+def test_no_rank_has_a_tenth_more_work_than_the_mean(rows: int, exponent: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    parts = [zipf_ids(rows, 16_384, exponent, generator) for _ in range(8)]
+    assert busiest_over_mean(RowOrder.spread(rows), parts) <= 1.1
+    assert busiest_over_mean(RowOrder.by_id(rows), parts) > 4
+
+
+@pytest.mark.parametrize("stride", [2, 8, 1000, 4096])
+def test_nor_where_the_popular_ids_lie_at_a_stride(stride: int) -> None:
+    """As they do where an id is made of a field's number and a value."""
+    rows, generator = 1_000_000, torch.Generator().manual_seed(4)
+    parts = []
+    for _ in range(8):
+        popular = zipf_ids(rows, 16_384, 1.05, generator)
+        parts.append(popular * stride % rows + popular * stride // rows % stride)
+    assert busiest_over_mean(RowOrder.spread(rows), parts) <= 1.1
+
+
+# Memory
+
+
+@given(st.integers(10_000, 10**9), st.integers(1, 64))
+def test_a_rank_holds_its_share_of_a_table_and_little_more(rows: int, ranks: int) -> None:
+    """Up to one row too many: within 1.05 of the share from 20 rows per rank on."""
+    largest = max(len(Blocks(rows, ranks).of(rank)) for rank in range(ranks))
+    assert largest <= 1.05 / ranks * rows
+
+
+def bytes_held(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    held = [*module.parameters(), *module.buffers()]
+    held += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return sum(tensor.untyped_storage().nbytes() for tensor in held)
+
+
+def memory_of_a_rank(rank: int) -> list[int]:
+    sizes = []
+    for width, amsgrad in ((16, False), (7, True)):
+        table = ShardedEmbedding(1003, width)
+        assert table._shard.order == RowOrder.spread(1003), "the order of rows depends on the ranks"
+        optimizer = DeferredAdam(table, amsgrad=amsgrad)
+        for _ in range(2):
+            table(torch.arange(0, 1003, 3)).sum().backward()
+            optimizer.step()
+        sizes.append(bytes_held(table, optimizer))
+    return sizes
+
+
+def test_weights_and_moments_of_a_rank_are_its_share(ranks: Ranks) -> None:
+    """Counted in the storages that are really there."""
+    whole = memory_of_a_rank(0)
+    for count in (2, 4):
+        for held in ranks.run(count, memory_of_a_rank):
+            for share, all_of_it in zip(held, whole, strict=True):
+                assert share <= 1.05 / count * all_of_it
+
+
+# Bytes on the wire
+
+ROWS, WIDTH, IDS = 50_000, 16, 2000
+
+
+def traffic_of_a_step(rank: int, ranks: int, kind: str) -> dict[str, Any]:
+    """What one training step sends, and what it ought to by the formula's own arguments."""
+    dtype = torch.float64 if kind == "float64" else torch.float32
+    table: Any = ShardedEmbeddingBag(ROWS, WIDTH) if kind == "bag" else ShardedEmbedding(ROWS, WIDTH, dtype=dtype)
+    optimizer = SparseAdam(table.parameters())
+    ids = zipf_ids(ROWS, IDS, 1.05, torch.Generator().manual_seed(rank))
+    owners = torch.bincount(RowOrder.spread(ROWS).positions(torch.unique(ids)) // -(-ROWS // ranks), minlength=ranks)
+    with count_traffic() as forward:
+        read = table(ids.view(-1, 4))
+    with count_traffic() as backward:
+        read.square().sum().backward()
+    with count_traffic() as step:
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        "forward": forward.sent,
+        "backward": backward.sent,
+        "step": step.sent,
+        "distinct": len(torch.unique(ids)),
+        "asked": owners.tolist(),
+    }
+
+
+def traffic_with_long_indices(rank: int, ranks: int) -> dict[str, Any]:
+    """As if a block had 2^31 rows or more."""
+    usual = JointMap.__init__
+
+    def with_long_numbers(self: JointMap, *args: Any) -> None:
+        usual(self, *args)
+        self._number_dtype = torch.int64
+
+    with mock.patch.object(JointMap, "__init__", with_long_numbers):
+        return traffic_of_a_step(rank, ranks, "embedding")
+
+
+def assert_as_predicted(measured: list[dict[str, Any]], element: int, index: int) -> None:
+    count = len(measured)
+    sent = [sum(part["forward"].values()) + sum(part["backward"].values()) for part in measured]
+    distinct = sum(part["distinct"] for part in measured) / count / IDS
+    expected = bytes_per_step(IDS, distinct, WIDTH, count, element=element, index=index)
+    assert sum(sent) / count == pytest.approx(expected, rel=0.02)
+    for rank, part in enumerate(measured):
+        from_others = sum(part["asked"]) - part["asked"][rank]
+        for_others = sum(other["asked"][rank] for other in measured) - part["asked"][rank]
+        assert part["forward"] == {
+            "headers": 16 * (count - 1),
+            "ids": index * from_others,
+            "votes": 16 * (count - 1),
+            "rows": element * WIDTH * for_others,
+        }
+        assert part["backward"] == {"headers": 16 * (count - 1), "gradients": element * WIDTH * from_others}
+        assert part["step"] == {}, "an optimizer has nothing to send"
+
+
+@pytest.mark.parametrize("ranks_count", [2, 3, 4])
+def test_the_bytes_of_a_step_are_those_of_the_formula(ranks: Ranks, ranks_count: int) -> None:
+    for kind, element in (("embedding", 4), ("bag", 4), ("float64", 8)):
+        assert_as_predicted(ranks.run(ranks_count, traffic_of_a_step, ranks_count, kind), element, index=4)
+
+
+def test_row_numbers_of_eight_bytes_are_in_the_formula_too(ranks: Ranks) -> None:
+    assert_as_predicted(ranks.run(2, traffic_with_long_indices, 2), element=4, index=8)
+
+
+def test_one_process_sends_nothing() -> None:
+    assert bytes_per_step(IDS, 0.5, WIDTH, 1) == 0
+    with count_traffic() as traffic:
+        ShardedEmbedding(10, 2)(torch.arange(10)).sum().backward()
+    assert traffic.total == 0
+
+
+def counts_in_and_around(rank: int) -> list[int]:
+    table = ShardedEmbedding(100, 2)
+    ids = torch.arange(100)
+    with count_traffic() as outer:
+        with count_traffic() as inner:
+            table(ids)
+        with count_traffic() as empty:
+            pass
+        table(ids)
+    table(ids)
+    return [outer.total, inner.total, empty.total]
+
+
+def test_counts_may_lie_within_each_other_and_end_with_their_block(ranks: Ranks) -> None:
+    for outer, inner, empty in ranks.run(2, counts_in_and_around):
+        assert inner > 0
+        assert (outer, empty) == (2 * inner, 0)

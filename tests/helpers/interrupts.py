@@ -1,0 +1,59 @@
+"""Interrupts in the middle of a call: what Ctrl-C may do, tried at one line after the other."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+from tests.helpers.deferred_cases import LONG
+
+# Where an interrupt is tried: our own lines, and those of torch's functional Adam.
+PLACES = ("/rowstep/", "/torch/optim/adam.py")
+
+
+class Interrupter:
+    """A trace function that acts at the ``at``-th line, as a signal's handler would; at none, it counts them."""
+
+    def __init__(self, at: int | None = None, action: Callable[[], object] | None = None) -> None:
+        self.lines, self._at, self._action = 0, at, action
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if not any(place in frame.f_code.co_filename for place in PLACES):
+            return None
+        if event == "line":
+            self.lines += 1
+            if self.lines == self._at:
+                sys.settrace(None)
+                if self._action is None:
+                    raise KeyboardInterrupt
+                self._action()
+        return self
+
+    def run(self, action: Callable[[], object]) -> bool:
+        """Do it, and tell whether it was interrupted."""
+        sys.settrace(self)
+        try:
+            action()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+
+def lines_of(action: Callable[[], object]) -> range:
+    """The lines of an action at which to interrupt it: about 15 of them, or all if there is time."""
+    counter = Interrupter()
+    counter.run(action)
+    assert counter.lines > 10
+    return range(1, counter.lines + 1, 1 if LONG else counter.lines // 15 + 1)
+
+
+def interrupted(prepare: Callable[[], tuple[Any, Callable[[], object]]]) -> Iterator[Any]:
+    """For lines of an action the world that ``prepare`` makes for it, after an interrupt at that line."""
+    for line in lines_of(prepare()[1]):
+        world, action = prepare()
+        if Interrupter(line).run(action):
+            yield world

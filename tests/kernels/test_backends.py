@@ -1,0 +1,278 @@
+"""Which backend runs, what it imports and compiles, and that its numbers are IEEE arithmetic."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import Parameter
+
+from rowstep import SparseAdam
+from tests.helpers.gradients import Snapshot, rows_of, same_bits, step_with, table
+
+
+def python(source: str) -> str:
+    """Run this source in a fresh interpreter; return what it printed."""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+ONE_STEP = """
+import sys, warnings
+import torch
+from rowstep import SparseAdam
+param = torch.nn.Parameter(torch.zeros(3, 2))
+param.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (3, 2), check_invariants=True)
+optimizer = SparseAdam([param], lr=0.5)
+"""
+
+
+def test_importing_the_package_does_not_import_numba() -> None:
+    assert python("import sys, rowstep; print('numba' in sys.modules, 'llvmlite' in sys.modules)") == "False False"
+
+
+def test_the_first_step_imports_numba_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ROWSTEP_BACKEND", raising=False)
+    assert python(ONE_STEP + "print('numba' in sys.modules); optimizer.step(); print('numba' in sys.modules)") == (
+        "False\nTrue"
+    )
+
+
+def test_the_reference_does_not_import_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROWSTEP_BACKEND", "reference")
+    assert python(ONE_STEP + "optimizer.step(); print('numba' in sys.modules)") == "False"
+
+
+def test_without_numba_the_reference_runs_and_one_warning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ROWSTEP_BACKEND", raising=False)
+    lines = python(
+        ONE_STEP
+        + """
+sys.modules["numba"] = None  # makes `import numba` raise ImportError
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    optimizer.step()
+    optimizer.step()
+    SparseAdam([param]).step()
+print(len(caught), caught[0].category.__name__, caught[0].filename)
+print(caught[0].message)
+print(param[1].tolist())
+"""
+    ).splitlines()
+    assert lines[0].startswith("1 RuntimeWarning")
+    assert "reference" in lines[1]
+    assert "numba" in lines[1].lower()
+    assert float(lines[2].strip("[]").split(",")[0]) < -0.9
+
+
+def test_asking_for_numba_without_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
+    printed = python(
+        ONE_STEP
+        + """
+sys.modules["numba"] = None
+try:
+    optimizer.step()
+except ImportError as error:
+    print(type(error).__name__, len(optimizer.state), param.any().item())
+"""
+    )
+    assert printed in ("ImportError 0 False", "ModuleNotFoundError 0 False")
+
+
+ONE_STEP_OF_ARRAYS = """
+import warnings
+import numpy as np
+from rowstep.arrays import Adam
+param = np.zeros((3, 2), np.float32)
+optimizer = Adam(lr=0.5)
+def step():
+    optimizer.step("param", param, np.ones((3, 2), np.float32))
+    optimizer.end_iteration()
+"""
+
+
+@pytest.mark.parametrize("source", [ONE_STEP + "step = optimizer.step", ONE_STEP_OF_ARRAYS], ids=["torch", "arrays"])
+def test_with_numbas_compiler_off_the_reference_runs_and_one_warning_says_so(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ROWSTEP_BACKEND", raising=False)
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+    count, message, weight = python(
+        source
+        + """
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    step()
+    step()
+print(len(caught), caught[0].message, float(param[1, 0]), sep="\\n")
+"""
+    ).splitlines()
+    assert count == "1"
+    assert "reference" in message
+    assert "NUMBA_DISABLE_JIT" in message
+    assert float(weight) < -0.9
+
+
+@pytest.mark.parametrize("source", [ONE_STEP + "step = optimizer.step", ONE_STEP_OF_ARRAYS], ids=["torch", "arrays"])
+def test_asking_for_numba_with_its_compiler_off_raises(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+    printed = python(
+        source
+        + """
+try:
+    step()
+except RuntimeError as error:
+    print(error, float(abs(param).sum()))
+"""
+    )
+    assert printed.startswith("ROWSTEP_BACKEND is 'numba', but NUMBA_DISABLE_JIT=1")
+    assert printed.endswith(" 0.0")
+
+
+@pytest.mark.parametrize("name", ["Numba", "cuda", " "])
+def test_an_unknown_backend_is_refused_and_nothing_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROWSTEP_BACKEND", name)
+    param = table(3, 2)
+    optimizer = SparseAdam([param])
+    before = Snapshot(optimizer)
+    with pytest.raises(ValueError, match=rf"ROWSTEP_BACKEND is '{name}'; expected 'numba' or 'reference'"):
+        step_with(optimizer, param, rows_of(param, [1]))
+    before.assert_unchanged()
+
+
+@pytest.mark.parametrize("name", ["numba", "reference"])
+def test_the_environment_forces_a_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rowstep._backends import numba, reference
+
+    ran: list[str] = []
+
+    def remembering(module: ModuleType) -> Callable[..., int]:
+        def update(*arguments: object) -> int:
+            ran.append(module.__name__)
+            return 0
+
+        return update
+
+    for module in (numba, reference):
+        monkeypatch.setattr(module, "update", remembering(module))
+    monkeypatch.setenv("ROWSTEP_BACKEND", name)
+    param = table(3, 2)
+    step_with(SparseAdam([param]), param, rows_of(param, [1]))
+    assert ran == [f"rowstep._backends.{name}"]
+
+
+def compiled_kernels() -> dict[str, int]:
+    """How many specialisations there are of each kernel."""
+    from numba.core.dispatcher import Dispatcher
+
+    from rowstep._kernels import group, update, walk
+
+    modules: tuple[ModuleType, ...] = (group, update, walk)
+    return {
+        f"{module.__name__}.{name}": len(value.signatures)
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, Dispatcher)
+    }
+
+
+def test_a_new_table_or_batch_size_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
+    torch.set_num_threads(2)
+
+    def step(rows: int, columns: int, ids: int, **options: Any) -> None:
+        param = Parameter(torch.zeros(rows, columns))
+        step_with(SparseAdam([param], **options), param, rows_of(param, torch.randint(rows, (ids,))))
+
+    step(100, 8, 20)
+    step(100, 64, 2000)
+    counts = compiled_kernels()
+    assert sum(counts.values()) > 0
+    for rows, columns in ((1, 1), (1, 200), (7, 3), (5000, 16), (2**20, 2)):
+        for ids in (1, 2, 33, 5000):
+            step(rows, columns, ids)
+    step(100, 8, 20, lr=0.5, betas=(0.0, 0.5), eps=1e-3)
+    step(100, 8, 20, lr=torch.tensor([0.5]))
+    assert compiled_kernels() == counts
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_are_used_as_torch_is_told_to(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rowstep._kernels.pool import OverThreads
+
+    monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
+    parallel_runs: list[int] = []
+
+    def count(self: object, parts: int, *arguments: object) -> None:
+        if parts > 1:
+            parallel_runs.append(parts)
+
+    monkeypatch.setattr(OverThreads, "__call__", count)
+    torch.set_num_threads(threads)
+    for rows in (10, 5000):  # waking threads for ten rows would cost more than it saves
+        param = Parameter(torch.zeros(rows, 32))
+        step_with(SparseAdam([param]), param, rows_of(param, range(rows)))
+    assert parallel_runs == [2] * (threads - 1)
+
+
+TORCH_STEP = """
+param = torch.nn.Parameter(torch.zeros(5000, 32))
+param.grad = torch.sparse_coo_tensor(torch.arange(5000)[None], torch.ones(5000, 32), check_invariants=True)
+rowstep.SparseAdam([param]).step()
+"""
+ARRAYS_STEP = """
+rowstep.arrays.Adam().step("param", np.zeros((5000, 32), np.float32), np.ones((5000, 32), np.float32))
+"""
+
+
+@pytest.mark.parametrize("step", [TORCH_STEP, ARRAYS_STEP], ids=["torch", "arrays"])
+def test_starting_numbas_threads_leaves_torchs_number_alone(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
+    monkeypatch.setenv("NUMBA_NUM_THREADS", "5")
+    before = "import numba, numpy as np, torch, rowstep, rowstep.arrays; torch.set_num_threads(3)\n"
+    printed = python(before + step + "numba.threading_layer(); print(torch.get_num_threads())")
+    assert printed == "3"
+
+
+def test_numba_rounds_every_operation_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No fused multiply-add, no reciprocal, no approximate root: NumPy's float32 gives the same bits."""
+    monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
+    number = np.float32
+    param = table(300, 17)
+    optimizer = SparseAdam([param])
+    p = param.detach().numpy().copy()
+    m, v = np.zeros_like(p), np.zeros_like(p)
+    for step in range(1, 20):
+        rows = torch.randperm(300)[:100]
+        grad = rows_of(param, rows)
+        step_with(optimizer, param, grad)
+        r, g = rows.numpy(), grad._values().numpy()
+        m[r] = m[r] + (g - m[r]) * number(1 - 0.9)
+        v[r] = v[r] + (g * g - v[r]) * number(1 - 0.999)
+        step_size = number(1e-3 * math.sqrt(1 - 0.999**step) / (1 - 0.9**step))
+        p[r] = p[r] - step_size * (m[r] / (np.sqrt(v[r]) + number(1e-8)))
+        assert same_bits(param, torch.from_numpy(p))
+        assert same_bits(optimizer.state[param]["exp_avg"], torch.from_numpy(m))
+        assert same_bits(optimizer.state[param]["exp_avg_sq"], torch.from_numpy(v))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_table_on_a_gpu(backend: str) -> None:
+    on_cpu = table(100, 8)
+    on_gpu = Parameter(on_cpu.detach().cuda())
+    optimizers = SparseAdam([on_cpu]), SparseAdam([on_gpu])
+    for _ in range(5):
+        grad = rows_of(on_cpu, torch.randint(100, (40,)))
+        step_with(optimizers[0], on_cpu, grad)
+        step_with(optimizers[1], on_gpu, grad.cuda())
+    torch.testing.assert_close(on_gpu.cpu(), on_cpu, rtol=1e-5, atol=1e-6)

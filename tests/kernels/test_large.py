@@ -1,0 +1,106 @@
+"""Tables of more than 2^31 elements, where a 32-bit number would overflow. Only rows near the ends are touched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from rowstep import DeferredAdam, SparseAdam
+from tests.helpers.gradients import rows_of, same_bits, sparse, step_with
+
+LIMIT = 2**31
+NEEDED = 12 << 30
+
+
+def available_bytes() -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), 0)
+
+
+pytestmark = [
+    pytest.mark.usefixtures("backend"),
+    pytest.mark.skipif(available_bytes() < NEEDED, reason="needs 12 GB of free memory"),
+]
+
+
+def untouched(*shape: int) -> Parameter:
+    """A parameter in bfloat16 that uses no memory until it is written."""
+    return Parameter(torch.empty(shape, dtype=torch.bfloat16))
+
+
+def test_rows_beyond_two_to_the_31() -> None:
+    large, small = untouched(LIMIT + 64, 1), Parameter(torch.ones(6, 1, dtype=torch.bfloat16))
+    rows = torch.tensor([0, 63, LIMIT - 1, LIMIT, LIMIT + 62, LIMIT + 63])
+    with torch.no_grad():
+        large[:128] = 1
+        large[rows] = 1
+    optimizer, reference = SparseAdam([large], lr=0.1), SparseAdam([small], lr=0.1)
+    touched = torch.tensor([5, 2, 3, 5, 4, 2])
+    for _ in range(2):
+        grad = rows_of(small, touched)
+        step_with(optimizer, large, rows_of(large, rows[touched], grad._values()))
+        step_with(reference, small, grad)
+    assert same_bits(large[rows], small)
+    assert (large[:128] == 1).all()
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert same_bits(optimizer.state[large][key][rows], reference.state[small][key])
+        assert not optimizer.state[large][key][:128].any()
+
+
+@pytest.mark.parametrize("sparse_dim", [1, 2])
+def test_elements_beyond_two_to_the_31(sparse_dim: int) -> None:
+    last = LIMIT // 2 + 7
+    large = untouched(last + 1, 2)
+    with torch.no_grad():
+        large[:16] = 1
+        large[last - 15 :] = 1
+    indices = torch.tensor([[last, last - 2, last], [1, 0, 1]])[:sparse_dim]
+    values = torch.ones((3, 2)[: 3 - sparse_dim], dtype=torch.bfloat16)
+    optimizer = SparseAdam([large], lr=0.25)
+    step_with(optimizer, large, sparse(indices, values, large.shape))
+    moved = (large[last - 15 :] != 1).nonzero() + torch.tensor([last - 15, 0])
+    expected = [[last - 2, 0], [last - 2, 1], [last, 0], [last, 1]] if sparse_dim == 1 else [[last - 2, 0], [last, 1]]
+    assert moved.tolist() == expected
+    assert large[last, 1].item() == pytest.approx(0.75)
+    assert (large[:16] == 1).all()
+
+
+@pytest.fixture
+def mapped(tmp_path: Path) -> Tensor:
+    """A table of more than 2^31 elements in a file with holes, which takes no place on the disk until it is written."""
+    columns = 4096
+    path, rows = tmp_path / "table", LIMIT // columns + 3
+    with path.open("wb") as file:
+        file.truncate(rows * columns * 2)
+    return torch.from_file(str(path), shared=True, size=rows * columns, dtype=torch.bfloat16).view(rows, columns)
+
+
+@pytest.mark.parametrize("cls", [SparseAdam, DeferredAdam])
+def test_a_table_in_a_file_with_holes(mapped: Tensor, cls: type[SparseAdam | DeferredAdam]) -> None:
+    torch.set_num_threads(2)
+    last = len(mapped) - 1
+    rows = torch.tensor([0, 1, last - 3, last - 2, last - 1, last])
+    large, small = Parameter(mapped), Parameter(torch.zeros(6, mapped.shape[1], dtype=torch.bfloat16))
+    optimizers = [(large, cls([large], lr=0.1), rows), (small, cls([small], lr=0.1), torch.arange(6))]
+    for touched in ([5, 2, 3, 5], [5, 4], [0, 2, 4, 4], [5]):
+        values = rows_of(small, touched)._values()
+        for param, optimizer, names in optimizers:
+            if isinstance(optimizer, DeferredAdam):
+                optimizer.catch_up(param, names[touched])
+            step_with(optimizer, param, rows_of(param, names[touched], values))
+    for param, optimizer, names in optimizers:
+        if isinstance(optimizer, DeferredAdam):
+            optimizer.catch_up(param, names)
+            optimizer._deferrals.drop(param)  # the half a million rows between need not be brought along in the end
+    assert same_bits(large[rows], small)
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert same_bits(*(optimizer.state[param][key][names] for param, optimizer, names in optimizers))
+    assert not large[2:10].any()
+    assert not large[last - 11 : last - 3].any()

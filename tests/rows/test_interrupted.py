@@ -1,0 +1,205 @@
+"""Row surgery that does not come to its end: memory runs out, a function raises, Ctrl-C at any line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rowstep
+from rowstep import DeferredAdamW, SparseAdam, _rows, _state
+from tests.helpers.deferred_cases import LONG, embedding
+from tests.helpers.gradients import Snapshot
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+PACKAGE = Path(rowstep.__file__).parent
+# Where surgery happens. With ROWSTEP_LONG=1 also the lines that flush a table first, of which there are hundreds.
+FILES = [PACKAGE / name for name in ("_commit.py", "_rows.py", "_optimizer.py", "_deferred")]
+TRACED = tuple(map(str, [PACKAGE] if LONG else FILES))
+IDS = torch.tensor([1, 2, 1])
+ORDER = torch.arange(9, -1, -1)
+
+Optimizer = SparseAdam | DeferredAdamW
+Surgery = Callable[[Optimizer, Tensor], None]
+
+MAKERS: dict[str, Callable[[nn.Embedding], Optimizer]] = {
+    "sparse": lambda module: SparseAdam(module.parameters(), amsgrad=True, bias_correction="row"),
+    "deferred": lambda module: DeferredAdamW(module, amsgrad=True),
+}
+SURGERIES: dict[str, Surgery] = {
+    "grow": lambda optimizer, weight: optimizer.grow(weight, 3, nn.init.ones_),
+    "keep": lambda optimizer, weight: optimizer.keep_rows(weight, torch.tensor([9, 1, 5])),
+    "permute": lambda optimizer, weight: optimizer.permute_rows(weight, ORDER),
+    "reset": lambda optimizer, weight: optimizer.reset_rows(weight, torch.tensor([2, 1])),
+}
+
+
+class Case:
+    """A table in training, all rows up to date, with a gradient and a graph that are there."""
+
+    def __init__(self, maker: str) -> None:
+        torch.manual_seed(0)
+        self.module = embedding(10)
+        self.weight = self.module.weight
+        self.optimizer = MAKERS[maker](self.module)
+        self.train(torch.arange(10))
+        self.train(IDS)
+        if isinstance(self.optimizer, DeferredAdamW):
+            self.optimizer.flush()
+        self.loss = self.module(IDS).square().sum()
+        self.grad = self.weight.grad
+
+    def train(self, ids: Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.module(ids).square().sum().backward()
+        self.optimizer.step()
+
+    def contents(self) -> dict[str, Tensor]:
+        """The table and its state."""
+        state = {key: torch.as_tensor(value) for key, value in self.optimizer.state[self.weight].items()}
+        return {key: tensor.detach().clone() for key, tensor in (state | {"weight": self.weight}).items()}
+
+    def holds(self, expected: dict[str, Tensor]) -> bool:
+        found = self.contents()
+        assert found.keys() == expected.keys()
+        return all(torch.equal(found[key], expected[key]) for key in expected)
+
+    def assert_works(self) -> None:
+        """The run can go on and the whole table be read, whatever happened."""
+        for ids in (torch.arange(len(self.weight)), torch.tensor([0, 2]), torch.tensor([1])):
+            self.train(ids)
+        self.optimizer.state_dict()
+        assert self.weight.isfinite().all()
+
+
+@pytest.fixture(params=list(MAKERS))
+def maker(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+class Interrupt:
+    """Raise KeyboardInterrupt before the traced line that comes after so many others."""
+
+    def __init__(self, after: int) -> None:
+        self.lines_left = after
+
+    def __enter__(self) -> None:
+        sys.settrace(self._on_event)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _on_event(self, frame: Any, event: str, _: object) -> Any:
+        if not frame.f_code.co_filename.startswith(TRACED):
+            return None
+        if event == "line":
+            self.lines_left -= 1
+            if self.lines_left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self._on_event
+
+
+@pytest.mark.parametrize("name", list(SURGERIES))
+def test_an_interrupt_at_any_line_leaves_all_or_nothing(maker: str, name: str) -> None:
+    done = Case(maker)
+    before = done.contents()
+    SURGERIES[name](done.optimizer, done.weight)
+    after = done.contents()
+    outcomes = []
+    for line in range(1000):
+        case = Case(maker)
+        try:
+            with Interrupt(line):
+                SURGERIES[name](case.optimizer, case.weight)
+        except KeyboardInterrupt:
+            outcomes.append(case.holds(after))
+            assert case.holds(after) or case.holds(before), f"line {line}"
+            if case.holds(before):
+                assert case.weight.grad is case.grad
+                torch.autograd.backward(case.loss)
+            case.assert_works()
+        else:
+            break
+    assert len(outcomes) > 10
+    assert outcomes == sorted(outcomes)  # first nothing, from some line on all
+    assert not outcomes[0]
+    assert case.holds(after)
+
+
+@pytest.mark.parametrize("name", list(SURGERIES))
+def test_memory_that_runs_out_changes_nothing(maker: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The n-th allocation fails, for each n."""
+    for count in range(100):
+        case = Case(maker)
+        before = Snapshot(case.optimizer)
+        calls = 0
+
+        def scarce(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+            def counted(*args: Any, **kwargs: Any) -> Tensor:
+                nonlocal calls
+                calls += 1
+                if calls > count:  # noqa: B023
+                    raise MemoryError("not enough memory")
+                return allocate(*args, **kwargs)
+
+            return counted
+
+        with monkeypatch.context() as patch:
+            patch.setattr(_rows, "zeros_like", scarce(_state.zeros_like))
+            patch.setattr(Tensor, "index_select", scarce(Tensor.index_select))
+            patch.setattr(Tensor, "new_empty", scarce(Tensor.new_empty))
+            try:
+                SURGERIES[name](case.optimizer, case.weight)
+            except MemoryError:
+                pass
+            else:
+                break
+        before.assert_unchanged()
+        assert case.weight.grad is case.grad
+        torch.autograd.backward(case.loss)
+        case.assert_works()
+    assert count >= 3
+
+
+def test_a_function_that_raises_changes_nothing(maker: str) -> None:
+    def half(rows: Tensor) -> None:
+        rows[0] = 1.0
+        raise ArithmeticError("no idea")
+
+    case = Case(maker)
+    before = Snapshot(case.optimizer)
+    with pytest.raises(ArithmeticError, match="no idea"):
+        case.optimizer.grow(case.weight, 2, half)
+    before.assert_unchanged()
+    assert case.weight.grad is case.grad
+    torch.autograd.backward(case.loss)
+    case.assert_works()
+
+
+def test_a_table_that_is_kept_current_stays_so_when_surgery_fails() -> None:
+    case = Case("deferred")
+    assert isinstance(case.optimizer, DeferredAdamW)
+    with case.optimizer.up_to_date(case.weight):
+        with pytest.raises(TypeError):
+            case.optimizer.grow(case.weight, 2, lambda: None)  # type: ignore[arg-type, misc]
+        case.train(IDS)
+        assert not waits(case)
+        case.optimizer.grow(case.weight, 2)
+        case.train(IDS)
+        assert not waits(case)
+    case.train(IDS)
+    assert waits(case)
+
+
+def waits(case: Case) -> bool:
+    """Whether some row of the table is not up to date."""
+    assert isinstance(case.optimizer, DeferredAdamW)
+    table = case.optimizer._deferrals[case.weight]
+    return bool((table.notes < table.schedule.step).any())

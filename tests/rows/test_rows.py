@@ -1,0 +1,227 @@
+"""Row surgery: tables change in the middle of a run, and the rows that remain go on as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Embedding
+
+from rowstep import DeferredAdam, DeferredAdamW, SparseAdam, select_rows_
+from tests.helpers.gradients import Snapshot, rows_of, step_with, table
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+Optimizer = SparseAdam | DeferredAdam
+MAKERS: dict[str, Callable[[Embedding], Optimizer]] = {
+    "SparseAdam": lambda module: SparseAdam(module.parameters(), lr=0.1),
+    "SparseAdam-row-amsgrad": lambda module: SparseAdam(module.parameters(), 0.1, bias_correction="row", amsgrad=True),
+    "DeferredAdam": lambda module: DeferredAdam(module, lr=0.1),
+    "DeferredAdamW-amsgrad": lambda module: DeferredAdamW(module, lr=0.1, amsgrad=True, weight_decay=0.1),
+}
+ROWS = 20
+
+
+class Run:
+    """A table in training. Rows are named by what they were at the start, wherever they are now."""
+
+    def __init__(self, make: Callable[[Embedding], Optimizer], *, sparse: bool = True) -> None:
+        torch.manual_seed(1)
+        self.module = Embedding(ROWS, 3, sparse=sparse, dtype=torch.float64)
+        self.weight = self.module.weight
+        self.optimizer = make(self.module)
+        self.place = torch.arange(ROWS)
+
+    def train(self, steps: int, names: Sequence[int] = range(ROWS)) -> None:
+        for _ in range(steps):
+            ids = torch.tensor(names)[torch.randint(len(names), (6,))]
+            self.optimizer.zero_grad()
+            (self.module(self.place[ids]) - torch.randn(6, 3, dtype=torch.float64)).pow(2).sum().backward()
+            self.optimizer.step()
+
+    def rows(self, names: Sequence[int]) -> Tensor:
+        if isinstance(self.optimizer, DeferredAdam):
+            self.optimizer.flush()
+        return self.weight.detach()[self.place[torch.tensor(names)]]
+
+
+@pytest.fixture(params=list(MAKERS))
+def make(request: pytest.FixtureRequest) -> Callable[[Embedding], Optimizer]:
+    return MAKERS[request.param]
+
+
+def assert_goes_on(
+    make: Callable[[Embedding], Optimizer],
+    operate: Callable[[Run], None],
+    names: Sequence[int] = range(ROWS),
+    **options: Any,
+) -> Run:
+    """Training before and after the operation is that of a run without it, for the rows named."""
+    changed, plain = Run(make, **options), Run(make, **options)
+    for run in (changed, plain):
+        torch.manual_seed(2)
+        run.train(25)
+        if run is changed:
+            operate(run)
+        torch.manual_seed(3)
+        run.train(25, names)
+    torch.testing.assert_close(changed.rows(names), plain.rows(names), rtol=1e-12, atol=1e-12)
+    assert changed.module.weight is changed.weight
+    return changed
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_a_permuted_table_goes_on(make: Callable[[Embedding], Optimizer], sparse: bool) -> None:
+    def permute(run: Run) -> None:
+        order = torch.randperm(ROWS)
+        run.optimizer.permute_rows(run.weight, order)
+        run.place = torch.argsort(order)
+
+    assert_goes_on(make, permute, sparse=sparse)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_a_grown_table_goes_on(make: Callable[[Embedding], Optimizer], sparse: bool) -> None:
+    new = torch.randn(5, 3, dtype=torch.float64)
+    run = assert_goes_on(make, lambda run: run.optimizer.grow(run.weight, 5, init=new), sparse=sparse)
+    assert run.weight.shape == (ROWS + 5, 3)
+    state = run.optimizer.state[run.weight]
+    assert all(len(tensor) == ROWS + 5 for key, tensor in state.items() if key != "step")
+    run.place = torch.arange(ROWS + 5)
+    run.train(10, range(ROWS + 5))
+
+
+@pytest.mark.parametrize("as_mask", [True, False])
+def test_the_rows_that_are_kept_go_on(make: Callable[[Embedding], Optimizer], as_mask: bool) -> None:
+    names = [1, 4, 5, 11, 12, 19]
+
+    def keep(run: Run) -> None:
+        ids = torch.tensor(names)
+        run.optimizer.keep_rows(run.weight, torch.isin(torch.arange(ROWS), ids) if as_mask else ids)
+        run.place[ids] = torch.arange(len(names))
+
+    run = assert_goes_on(make, keep, names)
+    assert run.weight.shape == (len(names), 3)
+
+
+def test_reset_rows_are_new_to_the_optimizer(make: Callable[[Embedding], Optimizer]) -> None:
+    run = Run(make)
+    run.train(20)
+    before = run.rows(range(ROWS)).clone()
+    run.optimizer.reset_rows(run.weight, torch.tensor([3, 7]))
+    assert torch.equal(run.rows(range(ROWS)), before)
+    for key, tensor in run.optimizer.state[run.weight].items():
+        if key != "step":
+            assert not tensor[[3, 7]].any()
+            assert tensor[0].any()
+    run.train(5)
+
+
+def test_a_table_without_state_can_be_changed(make: Callable[[Embedding], Optimizer]) -> None:
+    run = Run(make)
+    run.optimizer.grow(run.weight, 2)
+    run.optimizer.keep_rows(run.weight, torch.arange(4))
+    run.optimizer.reset_rows(run.weight, torch.arange(2))
+    run.place = torch.arange(4)
+    run.train(3, range(4))
+    assert run.weight.shape == (4, 3)
+
+
+def test_new_rows_are_what_a_function_makes_of_them() -> None:
+    param = table(4, 2)
+    optimizer = SparseAdam([param])
+    optimizer.grow(param, 3, init=torch.nn.init.ones_)
+    assert param[4:].tolist() == [[1.0, 1.0]] * 3
+    optimizer.grow(param, 1000)
+    assert 0.9 < float(param.detach()[7:].std()) < 1.1
+
+
+def test_a_gradient_of_the_old_rows_is_dropped() -> None:
+    param = table(4, 2)
+    param.grad = rows_of(param, [3])
+    SparseAdam([param]).keep_rows(param, torch.tensor([0, 1]))
+    assert param.grad is None
+
+
+@pytest.mark.parametrize(
+    ("operate", "error", "message"),
+    [
+        (lambda opt, p: opt.grow(p, -1), ValueError, "rows is -1; expected the number of rows to add"),
+        (lambda opt, p: opt.grow(p, 2, torch.zeros(3, 2)), ValueError, r"init has shape \(3, 2\); expected \(2, 2\)"),
+        (lambda opt, p: opt.keep_rows(p, torch.tensor([4])), IndexError, "id 4 is outside .* 0 <= id < 4"),
+        (lambda opt, p: opt.keep_rows(p, torch.tensor([1, 1])), ValueError, "ids contains duplicates"),
+        (lambda opt, p: opt.keep_rows(p, torch.tensor([0.5])), TypeError, "dtype torch.float32; expected integers"),
+        (
+            lambda opt, p: opt.keep_rows(p, torch.tensor([True])),
+            ValueError,
+            "the mask has 1 entries; expected 4, one per row",
+        ),
+        (lambda opt, p: opt.keep_rows(p, torch.tensor([[1]])), ValueError, r"shape \(1, 1\); expected one dimension"),
+        (
+            lambda opt, p: opt.permute_rows(p, torch.tensor([1, 0])),
+            ValueError,
+            "order has 2 entries; expected 4, with each row once",
+        ),
+        (
+            lambda opt, p: opt.permute_rows(p, torch.ones(4, dtype=torch.bool)),
+            ValueError,
+            "order is boolean; expected integer row numbers",
+        ),
+        (lambda opt, p: opt.reset_rows(p, torch.tensor([-1])), IndexError, "id -1 is outside"),
+        (
+            lambda opt, p: opt.reset_rows(table(4, 2), torch.tensor([1])),
+            ValueError,
+            "does not belong to this optimizer",
+        ),
+    ],
+)
+def test_what_cannot_be_done_changes_nothing(
+    operate: Callable[[Any, Tensor], None], error: type[Exception], message: str
+) -> None:
+    param = table(4, 2)
+    optimizer = SparseAdam([param])
+    step_with(optimizer, param, rows_of(param, [1, 2]))
+    before = Snapshot(optimizer)
+    with pytest.raises(error, match=message):
+        operate(optimizer, param)
+    before.assert_unchanged()
+
+
+def test_selected_rows_count_as_touched_whatever_their_values() -> None:
+    param = table(5, 2)
+    param.grad = torch.tensor([[1.0, 2.0], [0.0, 0.0], [3.0, 4.0], [5.0, 6.0], [0.0, 0.0]])
+    select_rows_(param, torch.tensor([False, True, True, False, False]))
+    assert param.grad.is_sparse
+    assert param.grad._indices().tolist() == [[1, 2]]
+    assert param.grad._values().tolist() == [[0.0, 0.0], [3.0, 4.0]]
+    before = param.detach().clone()
+    SparseAdam([param]).step()
+    assert (param != before).any(dim=1).tolist() == [False, False, True, False, False]
+    with pytest.raises(ValueError, match="gradient is sparse; expected a dense one"):
+        select_rows_(param, torch.tensor([1]))
+    with pytest.raises(ValueError, match="gradient is None"):
+        select_rows_(table(2, 2), torch.tensor([1]))
+
+
+def test_a_function_may_return_new_rows_or_fill_them() -> None:
+    for init in (lambda rows: torch.full_like(rows, 7.0), lambda rows: rows.fill_(7.0), lambda rows: None):
+        param = table(4, 2)
+        SparseAdam([param]).grow(param, 2, init)
+        assert param[4:].tolist() == [[0.0 if init(torch.ones(1)) is None else 7.0] * 2] * 2
+
+
+def test_what_is_no_surgery_is_named() -> None:
+    param = table(4, 2)
+    optimizer: Any = SparseAdam([param])
+    cases: list[tuple[Any, str]] = [
+        (lambda: optimizer.grow(param, 1.5), "rows is 1.5; expected the number of"),
+        (lambda: optimizer.grow(param, 1, None), "init is None; expected a tensor"),
+        (lambda: optimizer.keep_rows(param, [1]), "ids is a list; expected a tensor of ids or a boolean mask"),
+        (lambda: optimizer.reset_rows(None, torch.tensor([1])), "param is a NoneType; expected a parameter"),
+    ]
+    for action, message in cases:
+        with pytest.raises((TypeError, ValueError), match=message):
+            action()

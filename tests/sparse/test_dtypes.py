@@ -1,0 +1,183 @@
+"""16-bit tables: computed in float32, stored rounded to the nearest, and closer to the truth than torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from rowstep import SparseAdam
+from tests.helpers.gradients import BITS, bits, copy_of, rows_of, same_bits, sparse, step_with, table
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+SIXTEEN_BITS = [torch.float16, torch.bfloat16]
+
+
+def all_patterns(dtype: torch.dtype) -> Tensor:
+    """All 65,536 numbers of a 16-bit type: zeros, subnormals, infinities and NaNs among them."""
+    return torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+
+
+def between_all_patterns(dtype: torch.dtype) -> Tensor:
+    """float32 numbers on, halfway between, and just beside halfway between all neighbours of a 16-bit type."""
+    below = all_patterns(dtype)
+    above = (bits(below) + 1).view(dtype)
+    halfway = ((below.double() + above.double()) / 2).float()
+    halfway = halfway[halfway.isfinite()]
+    infinity = torch.tensor(torch.inf)
+    largest = torch.finfo(torch.float32).max
+    extremes = torch.tensor([largest, -largest, 65519.99, 65520.0, 1e-45, -1e-45, torch.inf, -torch.inf, torch.nan])
+    # Rounding the last of these as if it were a number carries into the sign: it would become -0.
+    nans = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
+    beside = halfway.nextafter(infinity), halfway.nextafter(-infinity)
+    return torch.cat([below.float(), halfway, *beside, extremes, nans, -nans])
+
+
+def assert_same_numbers(left: Tensor, right: Tensor) -> None:
+    """The same bits, but any NaN for a NaN."""
+    assert torch.equal(left.isnan(), right.isnan())
+    assert same_bits(left.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf),
+                     right.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))  # fmt: skip
+
+
+def first_moment_of(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a state in ``dtype`` makes of these values: with both betas 0 the first moment is the gradient."""
+    param = Parameter(torch.zeros(len(values), 1, dtype=dtype))
+    optimizer = SparseAdam([param], betas=(0.0, 0.0))
+    step_with(optimizer, param, sparse([range(len(values))], values.unsqueeze(1), param.shape))
+    moment: Tensor = optimizer.state[param]["exp_avg"].squeeze(1)
+    return moment
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+def test_storing_rounds_to_the_nearest_and_ties_to_even(dtype: torch.dtype) -> None:
+    numbers = between_all_patterns(dtype)
+    assert_same_numbers(first_moment_of(numbers, dtype), (numbers + 0).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+def test_reading_a_gradient_is_exact_for_every_pattern(dtype: torch.dtype) -> None:
+    numbers = all_patterns(dtype)
+    assert_same_numbers(first_moment_of(numbers, torch.float32), numbers.float() + 0)
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+def test_reading_and_storing_a_weight_is_exact_for_every_pattern(dtype: torch.dtype) -> None:
+    param = Parameter(all_patterns(dtype).unsqueeze(1))
+    before = param.detach().clone()
+    optimizer = SparseAdam([{"params": [param], "lr": 0.0}])
+    step_with(optimizer, param, rows_of(param, range(len(param)), 1.0))
+    assert_same_numbers(param.detach(), before)
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+def test_each_step_is_closer_to_float64_than_torchs(dtype: torch.dtype) -> None:
+    """Over a whole run the rounding of stored moments hides the rest, so each step starts from the same numbers."""
+    ours = Parameter(table(40, 8).detach().to(dtype))
+    theirs, truth = copy_of(ours), Parameter(ours.detach().double())
+    params = (ours, theirs, truth)
+    optimizers = (SparseAdam([ours]), torch.optim.SparseAdam([theirs]), SparseAdam([truth]))
+    error = {"weights": [0.0, 0.0], "exp_avg": [0.0, 0.0], "exp_avg_sq": [0.0, 0.0]}
+    for _ in range(20):
+        grad = rows_of(ours, torch.randint(40, (400,)), torch.rand(400, 8))
+        for optimizer, param in zip(optimizers, params, strict=True):
+            step_with(optimizer, param, grad.to(param.dtype))
+        for key, sums in error.items():
+            results = [
+                param.detach() if key == "weights" else optimizer.state[param][key]
+                for optimizer, param in zip(optimizers, params, strict=True)
+            ]
+            for which in (0, 1):
+                sums[which] += (results[which].double() - results[2]).square().sum().item()
+            for other in results[1:]:
+                other.copy_(results[0])
+    for ours_off, theirs_off in error.values():
+        assert ours_off < theirs_off
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+def test_one_step_is_the_float64_step_rounded(dtype: torch.dtype) -> None:
+    ours = Parameter(table(40, 8).detach().to(dtype))
+    truth = Parameter(ours.detach().double())
+    grad = rows_of(ours, torch.randint(40, (100,)))
+    optimizer, exact = SparseAdam([ours], lr=0.01), SparseAdam([truth], lr=0.01)
+    step_with(optimizer, ours, grad)
+    step_with(exact, truth, grad.double())
+    spacing = torch.finfo(dtype).eps
+    half_a_unit: dict[str, Any] = {"rtol": 0.501 * spacing, "atol": torch.finfo(dtype).smallest_normal * spacing}
+    torch.testing.assert_close(ours.double(), truth, **half_a_unit)
+    for key in ("exp_avg", "exp_avg_sq"):
+        torch.testing.assert_close(optimizer.state[ours][key].double(), exact.state[truth][key], **half_a_unit)
+
+
+def test_bfloat16_duplicates_are_summed_in_float32() -> None:
+    param = Parameter(torch.zeros(2, 1, dtype=torch.bfloat16))
+    optimizer = SparseAdam([param], betas=(0.0, 0.0))
+    step_with(optimizer, param, rows_of(param, [1] * 1000, 1.0))
+    assert optimizer.state[param]["exp_avg"].flatten().tolist() == [0.0, 1000.0]
+
+
+def test_float16_duplicates_may_pass_through_what_float16_cannot_hold() -> None:
+    param = Parameter(torch.zeros(2, 1, dtype=torch.float16))
+    optimizer = SparseAdam([param], betas=(0.0, 0.0))
+    step_with(optimizer, param, rows_of(param, [1] * 5, torch.tensor([60000.0, 60000.0, -60000.0, -60000.0, 3.0])))
+    assert optimizer.state[param]["exp_avg"].flatten().tolist() == [0.0, 3.0]
+
+
+def test_the_default_eps_is_not_zero_for_float16() -> None:
+    # In float16 it would be, and a first step with an explicit zero 0 / 0.
+    param = table(3, 2, dtype=torch.float16)
+    before = param.detach().clone()
+    step_with(SparseAdam([param]), param, rows_of(param, [0, 2], 0.0))
+    assert same_bits(param, before)
+
+
+@pytest.mark.parametrize("dtype", list(BITS))
+@pytest.mark.parametrize("dense", [False, True])
+def test_moments_have_the_dtype_of_their_parameter(dtype: torch.dtype, dense: bool) -> None:
+    param = table(3, 2, dtype=dtype)
+    optimizer = SparseAdam([param])
+    step_with(optimizer, param, torch.ones_like(param) if dense else rows_of(param, [0, 2]))
+    assert optimizer.state[param]["exp_avg"].dtype == optimizer.state[param]["exp_avg_sq"].dtype == dtype
+
+
+def test_float64_is_computed_in_float64() -> None:
+    param = Parameter(torch.zeros(1, 1, dtype=torch.float64))
+    optimizer = SparseAdam([param], betas=(0.0, 0.0))
+    step_with(optimizer, param, rows_of(param, [0, 0], torch.tensor([1.0, 2.0**-40], dtype=torch.float64)))
+    assert optimizer.state[param]["exp_avg"].item() == 1 + 2.0**-40
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+def test_a_sixteen_bit_embedding_trains(dtype: torch.dtype) -> None:
+    model = torch.nn.Embedding(10, 4, sparse=True).to(dtype)  # drawn in 32 bits, which is the same in every torch
+    optimizer = SparseAdam(model.parameters(), lr=0.05)
+    ids, target = torch.arange(10), torch.randn(10, 4)
+    losses = []
+    for _ in range(60):
+        loss = (model(ids).float() - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 20
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_maximum_of_another_dtype_than_the_parameters() -> None:
+    """It was made while the parameter had that dtype, and a dense gradient comes after it has changed."""
+    param = table(4, 2)
+    optimizer = SparseAdam([param])
+    step_with(optimizer, param, torch.ones(4, 2))
+    param.data = param.data.double()
+    optimizer.param_groups[0]["amsgrad"] = True
+    step_with(optimizer, param, rows_of(param, [1]))
+    param.data = param.data.float()
+    before = param.detach().clone()
+    step_with(optimizer, param, torch.ones(4, 2))
+    assert int(optimizer.state[param]["step"]) == 3
+    assert (param < before).all()

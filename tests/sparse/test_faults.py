@@ -1,0 +1,157 @@
+"""Hooks and closures that raise, and garbage collection at the worst moment: the next step works."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rowstep import SparseAdam
+from tests.helpers.deferred_cases import RATE, Twins, embedding
+from tests.helpers.gradients import Snapshot
+from tests.helpers.whole_steps import Run, assert_on_its_way, trajectories
+
+
+class RefusedError(Exception):
+    """What users' code raises here."""
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise RefusedError
+
+
+@pytest.fixture(params=["sparse", "deferred"])
+def run(request: pytest.FixtureRequest, backend: str) -> Run:
+    return Run(request.param)
+
+
+@pytest.mark.parametrize("hook", ["step_pre", "step_post", "state_dict_pre", "state_dict_post"])
+def test_hooks_of_the_optimizer_that_raise(run: Run, hook: str) -> None:
+    name = "sparse" if isinstance(run.optimizer, SparseAdam) else "deferred"
+    expected, start = trajectories(name, 3), run.counts()
+    handle = getattr(run.optimizer, f"register_{hook}_hook")(refuse)
+    with pytest.raises(RefusedError):
+        run.step() if hook.startswith("step") else run.optimizer.state_dict()
+    handle.remove()
+    moved = hook == "step_post"
+    assert run.counts() == [count + moved for count in start]
+    assert_on_its_way(run, expected)
+    run.step()
+    assert_on_its_way(run, expected)
+
+
+@pytest.mark.parametrize("hook", ["load_state_dict_pre", "load_state_dict_post"])
+@pytest.mark.parametrize("prepend", [False, True])
+def test_hooks_around_a_load_that_raise(run: Run, hook: str, prepend: bool) -> None:
+    name = "sparse" if isinstance(run.optimizer, SparseAdam) else "deferred"
+    expected = trajectories(name, 3)
+    other = copy.deepcopy(run.optimizer.state_dict())
+    for state in other["state"].values():
+        state["exp_avg"].fill_(9.0)
+    run.step()
+    handle = getattr(run.optimizer, f"register_{hook}_hook")(refuse, prepend=prepend)
+    with pytest.raises(RefusedError):
+        run.optimizer.load_state_dict(other)
+    handle.remove()
+    assert_on_its_way(run, expected)
+    run.step()
+    assert_on_its_way(run, expected)
+
+
+def test_a_closure_that_raises(run: Run) -> None:
+    before = Snapshot(run.optimizer)
+    with pytest.raises(RefusedError):
+        run.optimizer.step(refuse)
+    before.assert_unchanged()
+    run.step()
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize(
+    ("hook", "act"),
+    [
+        ("forward_pre", lambda model: model(torch.tensor([1, 2]))),
+        ("forward", lambda model: model(torch.tensor([1, 2]))),
+        ("state_dict_pre", lambda model: model.state_dict()),
+        ("load_state_dict_pre", lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()))),
+        ("load_state_dict_post", lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()))),
+    ],
+)
+def test_hooks_of_a_module_that_raise(hook: str, act: Callable[[Any], object]) -> None:
+    twins = Twins(embedding(10), lr=RATE, weight_decay=0.1)
+    twins.run(5, rows=10)
+    twins.each(lambda model, optimizer: optimizer.zero_grad())
+    handle = getattr(twins.model, f"register_{hook}_hook")(refuse)
+    with pytest.raises(RefusedError):
+        act(twins.model)
+    handle.remove()
+    twins.run(5, rows=10)
+    twins.assert_same()
+
+
+COLLECTED = """
+import gc, os, torch
+from torch import nn
+from rowstep import DeferredAdam
+torch.set_num_threads(2)
+gc.disable()
+
+class Trainer:
+    def __init__(self):
+        torch.manual_seed(0)
+        self.me = self
+        self.model = nn.Embedding(20_000, 8, sparse=True)
+        self.optimizer = DeferredAdam(self.model, lr=0.1)
+
+    def step(self, count):
+        self.optimizer.zero_grad()
+        self.model(torch.arange(count)).sum().backward()
+        self.optimizer.step()
+
+def train():
+    trainer = Trainer()
+    trainer.step(20_000)
+    trainer.step(1)
+    return trainer
+
+os.environ["ROWSTEP_BACKEND"] = "reference"
+kept = train()
+weight = train().model.weight  # its trainer is dropped, in a cycle, and rows wait
+with torch._C.DisableTorchFunctionSubclass():
+    before = weight.detach().clone()
+kept.optimizer.flush()
+
+os.environ["ROWSTEP_BACKEND"] = "numba"
+from numba.core import event
+collections = []
+
+class Collector(event.Listener):
+    def on_start(self, started):
+        if started.data["dispatcher"].__name__ == "on_pool":  # launched, with all that a launch holds
+            collections.append(gc.collect())
+
+    def on_end(self, ended):
+        pass
+
+with event.install_listener("numba:compile", Collector()):
+    Trainer().step(20_000)
+assert sum(collections) > 0
+assert not torch.equal(weight, before)
+assert torch.equal(weight, kept.model.weight)
+print("ended")
+"""
+
+
+def test_a_dropped_optimizer_is_collected_while_kernels_compile(tmp_path: Path) -> None:
+    """Its finalizer must wait for nothing that the compilation holds."""
+    command = [sys.executable, "-c", COLLECTED]
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environment)
+    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr[-2000:]

@@ -1,0 +1,99 @@
+"""force_sparse: of a dense gradient, only the rows that hold a non-zero count as touched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from rowstep import SparseAdam
+from tests.helpers.gradients import copy_of, rows_of, same_bits, step_with, table
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+
+def test_rows_with_a_nonzero_step_as_under_sparse_adam_and_the_others_stay() -> None:
+    ours = table(6, 3)
+    theirs = copy_of(ours)
+    before = ours.detach().clone()
+    optimizer, reference = SparseAdam([ours], force_sparse=True), torch.optim.SparseAdam([theirs])
+    for _ in range(10):
+        dense = torch.zeros(6, 3)
+        dense[1], dense[4, 2] = torch.randn(3), 1.5
+        step_with(optimizer, ours, dense)
+        step_with(reference, theirs, rows_of(theirs, [1, 4], dense[[1, 4]]))
+    assert same_bits(ours[[0, 2, 3, 5]], before[[0, 2, 3, 5]])
+    assert same_bits(optimizer.state[ours]["exp_avg"], reference.state[theirs]["exp_avg"])
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_without_it_old_momentum_moves_the_rows_that_are_zero() -> None:
+    still, moving = table(3, 2), table(3, 2)
+    first, then = torch.ones(3, 2), torch.tensor([[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]])
+    for param, force_sparse in ((still, True), (moving, False)):
+        optimizer = SparseAdam([param], force_sparse=force_sparse)
+        step_with(optimizer, param, first)
+        between = param.detach().clone()
+        step_with(optimizer, param, then)
+        assert same_bits(param[0], between[0]) == force_sparse
+
+
+def test_an_entry_that_is_zero_in_a_touched_row_is_a_gradient() -> None:
+    param = Parameter(torch.zeros(1, 2))
+    optimizer = SparseAdam([param], force_sparse=True, betas=(0.5, 0.5))
+    step_with(optimizer, param, torch.tensor([[1.0, 1.0]]))
+    step_with(optimizer, param, torch.tensor([[1.0, 0.0]]))
+    assert optimizer.state[param]["exp_avg"].tolist() == [[0.75, 0.25]]
+
+
+def test_a_nan_is_not_a_zero() -> None:
+    param = table(3, 2)
+    step_with(SparseAdam([param], force_sparse=True), param, torch.tensor([[0.0, 0.0], [0.0, torch.nan], [0.0, 0.0]]))
+    assert param.isnan().any(dim=1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_a_gradient_of_zeros_counts_a_step_and_changes_nothing(zero: float) -> None:
+    param = table(3, 2)
+    before = param.detach().clone()
+    optimizer = SparseAdam([param], force_sparse=True)
+    step_with(optimizer, param, torch.full((3, 2), zero))
+    assert same_bits(param, before)
+    assert optimizer.state[param]["step"] == 1
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0,), (0, 4), (4, 0), (2, 3, 2), (2, 1, 3, 2)], ids=str)
+def test_it_takes_any_shape(shape: tuple[int, ...]) -> None:
+    param = table(*shape, dtype=torch.float64)
+    before = param.detach().clone()
+    optimizer = SparseAdam([param], lr=0.1, eps=1e-12, force_sparse=True)
+    step_with(optimizer, param, torch.ones(shape, dtype=torch.float64))
+    torch.testing.assert_close(param.detach(), before - 0.1)
+    assert optimizer.state[param]["exp_avg"].shape == shape
+
+
+def test_a_sparse_gradient_is_taken_as_it_is() -> None:
+    forced, plain = table(5, 2), table(5, 2)
+    plain.data.copy_(forced.data)
+    grad = rows_of(forced, [1, 3, 3], 0.0)
+    one, other = SparseAdam([forced], force_sparse=True), SparseAdam([plain])
+    for optimizer, param in ((one, forced), (other, plain)):
+        step_with(optimizer, param, rows_of(param, range(5), 1.0))
+        step_with(optimizer, param, grad)
+    assert same_bits(forced, plain)
+
+
+def test_a_whole_network_trains_with_and_without_it() -> None:
+    inputs, labels = torch.rand(128, 784), torch.randint(10, (128,))
+    for force_sparse in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(784, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+        optimizer = SparseAdam(model.parameters(), lr=5e-3, force_sparse=force_sparse)
+        losses = []
+        for _ in range(40):
+            loss = torch.nn.functional.cross_entropy(model(inputs), labels)
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0] / 4

@@ -1,0 +1,235 @@
+"""Every form that a gradient can have: its dimensions, its memory, its entries."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from rowstep import SparseAdam
+from tests.helpers.by_hand import AdamByHand
+from tests.helpers.gradients import copy_of, entries_of, rows_of, same_bits, sparse, step_with, table
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+
+@pytest.mark.parametrize("dense_dim", [0, 1, 2, 3])
+@pytest.mark.parametrize("sparse_dim", [0, 1, 2, 3])
+def test_all_sparse_and_dense_dimensions(sparse_dim: int, dense_dim: int) -> None:
+    lead, rest = (4, 2, 3)[:sparse_dim], (2, 3, 2)[:dense_dim]
+    param = table(*lead, *rest, dtype=torch.float64)
+    hand = AdamByHand(param.detach().reshape(math.prod(lead), math.prod(rest)), lr=0.1)
+    optimizer = SparseAdam([param], lr=0.1)
+    for _ in range(5):
+        grad = entries_of(param, 5, sparse_dim)
+        assert (grad.sparse_dim(), grad.dense_dim()) == (sparse_dim, dense_dim)
+        step_with(optimizer, param, grad)
+        rows = np.ravel_multi_index(grad._indices().numpy(), lead).tolist() if lead else [0] * 5
+        hand.step(rows, grad._values().reshape(5, -1))
+    torch.testing.assert_close(param.detach(), torch.from_numpy(hand.p).reshape(param.shape))
+    torch.testing.assert_close(optimizer.state[param]["exp_avg_sq"], torch.from_numpy(hand.v).reshape(param.shape))
+
+
+@pytest.mark.parametrize("sparse_dim", [0, 1, 2])
+def test_row_bias_correction_counts_over_the_sparse_dimensions(sparse_dim: int) -> None:
+    param = table(3, 2, 2)
+    optimizer = SparseAdam([param], bias_correction="row")
+    step_with(optimizer, param, entries_of(param, 4, sparse_dim))
+    assert optimizer.state[param]["row_step"].shape == param.shape[:sparse_dim]
+
+
+def test_a_none_gradient_creates_nothing_and_changes_nothing() -> None:
+    param, other = table(4, 2), table(4, 2)
+    before = param.detach().clone()
+    optimizer = SparseAdam([param, other])
+    other.grad = rows_of(other, [1])
+    optimizer.step()
+    assert same_bits(param, before)
+    assert param not in optimizer.state
+    assert "exp_avg" in optimizer.state[other]
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (0, 2), (4, 0), (4,), (0,)], ids=str)
+def test_an_empty_gradient_counts_a_step_and_changes_nothing(shape: tuple[int, ...]) -> None:
+    param = table(*shape)
+    before, version = param.detach().clone(), param._version
+    optimizer = SparseAdam([param])
+    for _ in range(2):
+        step_with(optimizer, param, rows_of(param, []))
+    assert same_bits(param, before)
+    assert param._version == version
+    state = optimizer.state[param]
+    assert state["step"] == 2
+    assert state["exp_avg"].shape == state["exp_avg_sq"].shape == shape
+    assert not state["exp_avg"].any()
+
+
+@pytest.mark.parametrize("bias_correction", ["global", "row"])
+def test_ids_of_a_table_without_columns_count_a_step(bias_correction: str) -> None:
+    param = table(4, 0)
+    optimizer = SparseAdam([param], bias_correction=bias_correction)
+    step_with(optimizer, param, rows_of(param, [1, 3, 1]))
+    assert optimizer.state[param]["step"] == 1
+
+
+def test_an_explicit_zero_is_a_gradient() -> None:
+    ours = table(4, 2)
+    theirs = copy_of(ours)
+    optimizer, reference = SparseAdam([ours]), torch.optim.SparseAdam([theirs])
+    for grad in (rows_of(ours, [1, 2], 1.0), rows_of(ours, [1], 0.0)):
+        before = ours.detach().clone()
+        step_with(optimizer, ours, grad)
+        step_with(reference, theirs, grad)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+    assert (ours != before).any(dim=1).tolist() == [False, True, False, False]
+    assert optimizer.state[ours]["exp_avg"][1, 0] < optimizer.state[ours]["exp_avg"][2, 0]
+
+
+def test_duplicates_that_cancel_are_a_gradient_of_zero() -> None:
+    param = table(3, 1)
+    optimizer = SparseAdam([param])
+    step_with(optimizer, param, rows_of(param, [1], 1.0))
+    before = param.detach().clone()
+    step_with(optimizer, param, rows_of(param, [1, 1], torch.tensor([2.0, -2.0])))
+    assert (param != before).flatten().tolist() == [False, True, False]
+
+
+def strided_values(param: Parameter) -> Tensor:
+    wide = torch.randn(5, 2 * param.shape[1])
+    return sparse([[4, 0, 2, 0, 1]], wide[:, ::2], param.shape)
+
+
+def transposed_values(param: Parameter) -> Tensor:
+    return sparse([[4, 0, 2, 0, 1]], torch.randn(param.shape[1], 5).t(), param.shape)
+
+
+def spaced_rows(param: Parameter) -> Tensor:
+    return sparse([[4, 0, 2, 0, 1]], torch.randn(10, param.shape[1])[::2], param.shape)
+
+
+def expanded_values(param: Parameter) -> Tensor:
+    return sparse([[4, 0, 2, 0, 1]], torch.randn(()).expand(5, param.shape[1]), param.shape)
+
+
+def strided_indices(param: Parameter) -> Tensor:
+    return sparse(torch.tensor([4, 9, 0, 9, 2, 9, 0, 9, 1, 9])[::2].unsqueeze(0), torch.randn(5, 3), param.shape)
+
+
+def transposed_indices(param: Parameter) -> Tensor:
+    return sparse(torch.tensor([[4, 0], [0, 2], [2, 1], [4, 0]]).t(), torch.randn(4), param.shape)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [strided_values, transposed_values, spaced_rows, expanded_values, strided_indices, transposed_indices],
+)
+def test_values_and_indices_may_be_strided(make: object) -> None:
+    assert callable(make)
+    ours = table(6, 3)
+    theirs = copy_of(ours)
+    grad = make(ours)
+    assert not (grad._values().is_contiguous() and grad._indices().is_contiguous())
+    step_with(SparseAdam([ours]), ours, grad)
+    step_with(torch.optim.SparseAdam([theirs]), theirs, grad)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
+
+
+def test_a_gradient_that_claims_to_be_coalesced_may_be_unsorted() -> None:
+    ours = table(6, 3)
+    theirs = copy_of(ours)
+    indices, values = torch.tensor([[4, 0, 2]]), torch.randn(3, 3)
+    grad = torch.sparse_coo_tensor(indices, values, (6, 3), check_invariants=False, is_coalesced=True)
+    assert grad.is_coalesced()
+    step_with(SparseAdam([ours]), ours, grad)
+    step_with(SparseAdam([theirs]), theirs, rows_of(theirs, [4, 0, 2], values))
+    assert same_bits(ours, theirs)
+
+
+def test_a_coalesced_gradient_steps_as_an_uncoalesced_one() -> None:
+    ours = table(6, 3)
+    theirs = copy_of(ours)
+    grad = rows_of(ours, [4, 0, 4, 2])
+    step_with(SparseAdam([ours]), ours, grad.coalesce())
+    step_with(SparseAdam([theirs]), theirs, grad)
+    assert same_bits(ours, theirs)
+
+
+def test_a_dense_gradient_converted_by_hand() -> None:
+    param = table(4, 3)
+    before = param.detach().clone()
+    dense = torch.zeros(4, 3)
+    dense[2, 1] = 5.0
+    step_with(SparseAdam([param], lr=0.1), param, dense.to_sparse())
+    moved = (param != before).nonzero().tolist()
+    assert moved == [[2, 1]]
+
+
+@pytest.mark.parametrize("sparse_dim", [1, 2])
+def test_the_gradient_is_never_modified(sparse_dim: int) -> None:
+    param = table(5, 3)
+    for nonfinite in ("propagate", "skip", "raise"):
+        optimizer = SparseAdam([param], weight_decay=0.1, maximize=True, nonfinite=nonfinite)
+        grad = entries_of(param, 9, sparse_dim)
+        indices, values = grad._indices().clone(), grad._values().clone()
+        step_with(optimizer, param, grad)
+        assert param.grad is grad
+        assert not grad.is_coalesced()
+        assert torch.equal(grad._indices(), indices)
+        assert same_bits(grad._values(), values)
+
+
+def test_a_dense_gradient_is_never_modified() -> None:
+    param = table(5, 3)
+    for options in ({}, {"force_sparse": True}, {"nonfinite": "skip"}, {"weight_decay": 0.1, "maximize": True}):
+        grad = torch.randn(5, 3)
+        copy = grad.clone()
+        step_with(SparseAdam([param], **options), param, grad)
+        assert same_bits(grad, copy)
+
+
+def test_two_tables_may_share_the_values_of_their_gradients() -> None:
+    # The sum of two lookups gives both tables gradients over the same memory.
+    first, second = table(5, 3), table(7, 3)
+    alone = copy_of(first), copy_of(second)
+    values = torch.randn(3, 3)
+    first.grad, second.grad = rows_of(first, [1, 2, 1], values), rows_of(second, [6, 0, 6], values)
+    alone[0].grad, alone[1].grad = first.grad.clone(), second.grad.clone()
+    SparseAdam([first, second], weight_decay=0.1, maximize=True).step()
+    SparseAdam([alone[0]], weight_decay=0.1, maximize=True).step()
+    SparseAdam([alone[1]], weight_decay=0.1, maximize=True).step()
+    assert same_bits(first, alone[0])
+    assert same_bits(second, alone[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dense", [False, True])
+def test_float32_gradients_of_other_parameters(dtype: torch.dtype, dense: bool) -> None:
+    param = table(6, 3, dtype=dtype)
+    hand = AdamByHand(param, lr=0.1, eps=1e-30)
+    optimizer = SparseAdam([param], lr=0.1, eps=1e-30)
+    for _ in range(3):
+        values = torch.randn(6, 3)
+        step_with(optimizer, param, values if dense else sparse([range(6)], values, (6, 3)))
+        hand.step(range(6), values)
+    assert param.dtype == optimizer.state[param]["exp_avg"].dtype == dtype
+    rtol = 1e-10 if dtype == torch.float64 else 2**-6
+    torch.testing.assert_close(param.detach().double(), torch.from_numpy(hand.p), rtol=rtol, atol=rtol)
+
+
+def test_the_same_parameter_twice_in_a_group_is_stepped_twice() -> None:
+    ours = table(5, 3)
+    theirs = copy_of(ours)
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer = SparseAdam([ours, ours])
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        reference = torch.optim.SparseAdam([theirs, theirs])
+    for _ in range(3):
+        grad = rows_of(ours, [1, 3])
+        step_with(optimizer, ours, grad)
+        step_with(reference, theirs, grad)
+    assert optimizer.state[ours]["step"] == reference.state[theirs]["step"] == 6
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)

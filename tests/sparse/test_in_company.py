@@ -1,0 +1,151 @@
+"""A step among others: Python threads, torch.compile, gradient scaling."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from rowstep import SparseAdam
+from tests.helpers.gradients import copy_of, rows_of, same_bits, step_with, table
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+
+@pytest.mark.parametrize("rows", [50, 3000])
+def test_two_optimizers_may_step_at_the_same_time(rows: int) -> None:
+    torch.set_num_threads(2)
+    starts = [table(rows, 20), table(rows, 20)]
+    grads = [[rows_of(start, torch.randint(rows, (2 * rows,))) for _ in range(8)] for start in starts]
+
+    def run(param: Parameter, steps: list[Tensor]) -> None:
+        optimizer = SparseAdam([param])
+        for grad in steps:
+            step_with(optimizer, param, grad)
+
+    alone, together = [copy_of(start) for start in starts], [copy_of(start) for start in starts]
+    for param, steps in zip(alone, grads, strict=True):
+        run(param, steps)
+    threads = [threading.Thread(target=run, args=pair) for pair in zip(together, grads, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(same_bits(one, other) for one, other in zip(alone, together, strict=True))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))
+
+
+def train(model: nn.Module, optimizer: SparseAdam, forward: Callable[[Tensor], Tensor]) -> None:
+    for step in range(4):
+        optimizer.zero_grad()
+        torch.autograd.backward(forward(torch.tensor([1, 2, step])).square().sum())
+        optimizer.step()
+
+
+def test_an_eager_step_after_a_compiled_model() -> None:
+    model, plain = network(), network()
+    train(model, SparseAdam(model.parameters()), torch.compile(model, backend="aot_eager"))
+    train(plain, SparseAdam(plain.parameters()), plain)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's, at a graph break
+def test_a_step_inside_a_compiled_function() -> None:
+    torch.compiler.reset()
+    model, plain = network(), network()
+    optimizer = SparseAdam(model.parameters())
+
+    @torch.compile(backend="eager")
+    def train_step(ids: Tensor) -> Any:
+        loss = model(ids).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for step in range(4):
+        optimizer.zero_grad()
+        train_step(torch.tensor([1, 2, step]))
+    train(plain, SparseAdam(plain.parameters()), plain)
+    assert optimizer.state[model[0].weight]["step"] == 4  # type: ignore[index]
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_scaled_loss_steps_as_an_unscaled_one() -> None:
+    scaled, plain = network(), network()
+    optimizer, reference = SparseAdam(scaled.parameters()), SparseAdam(plain.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(4):
+        ids = torch.tensor([1, 2, 2, step])
+        for one, other in ((optimizer, scaled), (reference, plain)):
+            one.zero_grad()
+            loss = other(ids).square().sum()
+            (scaler.scale(loss) if other is scaled else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        reference.step()
+    for one_param, other_param in zip(scaled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one_param, other_param)
+
+
+def test_a_scaler_skips_the_step_of_a_gradient_with_an_infinity() -> None:
+    model = network()
+    before = copy.deepcopy(model)
+    optimizer = SparseAdam(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(model(torch.tensor([1])).sum() * torch.inf).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    for one, other in zip(model.parameters(), before.parameters(), strict=True):
+        assert same_bits(one, other)
+    assert not optimizer.state
+    assert scaler.get_scale() == 512.0
+
+
+def test_a_scaler_may_unscale_first() -> None:
+    model = network()
+    optimizer = SparseAdam(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(model(torch.tensor([1, 1])).sum()).backward()
+    scaler.unscale_(optimizer)
+    weight = model[0].weight  # type: ignore[index]
+    largest = weight.grad.coalesce().values().abs().max()
+    assert largest < 100
+    scaler.step(optimizer)
+    assert optimizer.state[weight]["step"] == 1
+
+
+def test_a_scaler_divides_gradients_that_share_memory_once_if_one_is_cloned() -> None:
+    """What docs/faq.md says: where outputs of tables are added, torch would divide the memory they share twice."""
+    tables = [torch.nn.Embedding(4, 2, sparse=True) for _ in range(2)]
+    optimizer = SparseAdam([module.weight for module in tables])
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    ids = torch.tensor([1])
+    scaler.scale(((tables[0](ids) + tables[1](ids)) * torch.tensor([1.0, 2.0])).sum()).backward()
+    for module in tables[1:]:
+        assert module.weight.grad is not None
+        module.weight.grad = module.weight.grad.clone()
+    scaler.unscale_(optimizer)
+    for module in tables:
+        assert module.weight.grad is not None
+        assert module.weight.grad.to_dense()[1].tolist() == [1.0, 2.0]
+
+
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.10 says so to everyone who profiles
+def test_a_profiler_names_the_step() -> None:
+    model = network()
+    optimizer = SparseAdam(model.parameters())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        train(model, optimizer, model)
+    assert any(event.key == "Optimizer.step#SparseAdam.step" for event in profiler.key_averages())

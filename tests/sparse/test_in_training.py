@@ -1,0 +1,174 @@
+"""Training as people do it with nothing but torch: schedulers, scaled losses, clipping, averaged weights.
+
+Each run ends better than it began, and as the same run with torch's optimizer. Accumulated gradients and compiled
+models have their tests in test_models.py, test_in_company.py, and test_gradients.py and test_modules.py of deferred/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer, lr_scheduler, swa_utils
+
+import rowstep
+from rowstep import DeferredAdam, DeferredAdamW, SparseAdam
+from tests.helpers.gradients import Snapshot
+from tests.helpers.ratings import RATE, RIVALS, Make, Rivals, Taste, batches
+
+
+@pytest.fixture(params=RIVALS)
+def rivals(request: pytest.FixtureRequest) -> Rivals:
+    return RIVALS[request.param]
+
+
+STEPS = 80
+
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10)),
+    "MultiplicativeLR": lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.99),
+    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=20, gamma=0.7),
+    "MultiStepLR": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, milestones=[30, 60], gamma=0.5),
+    "ConstantLR": lambda optimizer: lr_scheduler.ConstantLR(optimizer, factor=0.5, total_iters=20),
+    "LinearLR": lambda optimizer: lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=20),
+    "ExponentialLR": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, gamma=0.99),
+    "SequentialLR": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=20),
+            lr_scheduler.CosineAnnealingLR(optimizer, T_max=60),
+        ],
+        milestones=[20],
+    ),
+    "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS),
+    "ChainedScheduler": lambda optimizer: lr_scheduler.ChainedScheduler(
+        [
+            lr_scheduler.ConstantLR(optimizer, factor=0.5, total_iters=20),
+            lr_scheduler.ExponentialLR(optimizer, gamma=0.995),
+        ]
+    ),
+    "ReduceLROnPlateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.8, patience=10),
+    "CyclicLR": lambda optimizer: lr_scheduler.CyclicLR(optimizer, base_lr=RATE / 4, max_lr=RATE, step_size_up=15),
+    "CosineAnnealingWarmRestarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=30),
+    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=2 * RATE, total_steps=STEPS),
+    "PolynomialLR": lambda optimizer: lr_scheduler.PolynomialLR(optimizer, total_iters=STEPS),
+    "SWALR": lambda optimizer: swa_utils.SWALR(optimizer, swa_lr=RATE / 2, anneal_epochs=40),
+}
+CYCLE_BETAS = {"CyclicLR", "OneCycleLR"}
+
+
+def test_every_scheduler_of_torch_is_tried() -> None:
+    assert SCHEDULERS.keys() == {*lr_scheduler.__all__, "SWALR"} - {"LRScheduler"}
+
+
+@pytest.mark.parametrize("rivals", ["SparseAdam", "DeferredAdamW"], indirect=True)
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # SequentialLR's own use, in torch 2.8
+def test_schedulers(rivals: Rivals, name: str) -> None:
+    def train(model: Taste, make: Make) -> None:
+        optimizer = make(model)
+        scheduler = SCHEDULERS[name](optimizer)
+        seen = set()
+        for batch in batches(STEPS):
+            optimizer.zero_grad()
+            loss = model.loss(*batch)
+            loss.backward()
+            optimizer.step()
+            scheduler.step(*([loss.item()] if name == "ReduceLROnPlateau" else []))
+            seen.add((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]))
+        assert len({lr for lr, _ in seen}) > 1
+        assert (len({betas for _, betas in seen}) > 1) == (name in CYCLE_BETAS)
+
+    rivals.assert_learn_alike(train)
+
+
+@pytest.mark.parametrize("cls", [SparseAdam, DeferredAdam, DeferredAdamW])
+def test_an_optimizer_can_be_made_again_from_its_group(cls: Any) -> None:
+    """As PyKEEN does it. torch's Adam can, its AdamW cannot."""
+    model = Taste()
+    optimizer = cls(model.parameters(), lr=RATE)
+    (group,) = optimizer.param_groups
+    again = cls(**group)
+    assert again.param_groups == optimizer.param_groups
+
+
+def clip(model: nn.Module, norm: float) -> None:
+    """torch's own clipping where it can: for dense gradients."""
+    sparse = any(param.grad is not None and param.grad.is_sparse for param in model.parameters())
+    (rowstep.clip_grad_norm_ if sparse else nn.utils.clip_grad_norm_)(model.parameters(), norm)
+
+
+def test_a_scaler_that_unscales_and_skips_and_clipping(rivals: Rivals) -> None:
+    def train(model: Taste, make: Make) -> None:
+        optimizer = make(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for number, batch in enumerate(batches(STEPS)):
+            optimizer.zero_grad()
+            loss = model.loss(*batch) * (torch.inf if number in (0, 30) else 1.0)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            if number not in (0, 30):
+                clip(model, 0.5)
+            before = Snapshot(optimizer)
+            scaler.step(optimizer)
+            if number in (0, 30):
+                before.assert_unchanged()
+            scaler.update()
+        assert scaler.get_scale() == 256.0
+
+    rivals.assert_learn_alike(train)
+
+
+def test_autocast(rivals: Rivals) -> None:
+    """Half of the computation in bfloat16: too coarse for the same weights, but both learn."""
+
+    def train(model: Taste, make: Make) -> None:
+        optimizer = make(model)
+        for batch in batches(STEPS, torch.float32):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model.loss(*batch)
+            loss.backward()
+            optimizer.step()
+
+    rivals.assert_learn_alike(train, dtype=torch.float32, tolerance=None)
+
+
+def test_clipping_in_a_hook_of_the_optimizer(rivals: Rivals) -> None:
+    def train(model: Taste, make: Make) -> None:
+        optimizer = make(model)
+        optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: clip(model, 0.1))
+        for batch in batches(STEPS):
+            optimizer.zero_grad()
+            model.loss(*batch).backward()
+            optimizer.step()
+
+    rivals.assert_learn_alike(train)
+
+
+AVERAGES: dict[str, Any] = {
+    "EMA": swa_utils.get_ema_multi_avg_fn(0.9),  # type: ignore[no-untyped-call]
+    "SWA": swa_utils.get_swa_multi_avg_fn(),  # type: ignore[no-untyped-call]
+}
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+def test_averaged_weights(rivals: Rivals, name: str) -> None:
+    def train(model: Taste, make: Make) -> Taste:
+        optimizer = make(model)
+        averaged = swa_utils.AveragedModel(model, multi_avg_fn=AVERAGES[name])
+        for number, batch in enumerate(batches(2 * STEPS)):
+            optimizer.zero_grad()
+            model.loss(*batch).backward()
+            optimizer.step()
+            if number >= STEPS and number % 4 == 0:
+                averaged.update_parameters(model)
+        assert averaged.n_averaged == STEPS // 4
+        result: Any = averaged.module
+        assert isinstance(result, Taste)
+        return result
+
+    rivals.assert_learn_alike(train)

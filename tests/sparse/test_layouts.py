@@ -1,0 +1,217 @@
+"""Parameters and states that do not lie in memory one row after the other: strides, offsets, views, swapped data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from rowstep import SparseAdam
+from tests.helpers.gradients import entries_of, rows_of, same_bits, sparse, step_with, table
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+
+def contiguous(dense: Tensor) -> Tensor:
+    return dense
+
+
+def transposed(dense: Tensor) -> Tensor:
+    return dense.t().contiguous().t()
+
+
+def every_second_row(dense: Tensor) -> Tensor:
+    return torch.randn(2 * len(dense), dense.shape[1])[::2].copy_(dense)
+
+
+def every_second_column(dense: Tensor) -> Tensor:
+    return torch.randn(len(dense), 2 * dense.shape[1])[:, ::2].copy_(dense)
+
+
+def columns_of_a_wider_table(dense: Tensor) -> Tensor:
+    return torch.randn(len(dense), dense.shape[1] + 5)[:, 2 : 2 + dense.shape[1]].copy_(dense)
+
+
+def rows_of_a_longer_table(dense: Tensor) -> Tensor:
+    return torch.randn(len(dense) + 5, dense.shape[1])[3 : 3 + len(dense)].copy_(dense)
+
+
+LAYOUTS = [
+    contiguous,
+    transposed,
+    every_second_row,
+    every_second_column,
+    columns_of_a_wider_table,
+    rows_of_a_longer_table,
+]
+OTHERS = LAYOUTS[1:]
+
+
+def assert_same_steps(param: Parameter, twin: Parameter, optimizer: SparseAdam, reference: SparseAdam) -> None:
+    """Three sparse and two dense steps of both give the same numbers."""
+    for step in range(5):
+        grad = rows_of(twin, torch.randint(len(twin), (9,)))
+        if step > 2:
+            grad = torch.randn(twin.shape)
+        step_with(optimizer, param, grad)
+        step_with(reference, twin, grad)
+        torch.testing.assert_close(param, twin, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(optimizer.state[param]["exp_avg_sq"], reference.state[twin]["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("layout", OTHERS)
+def test_a_parameter_may_have_any_strides(layout: Callable[[Tensor], Tensor]) -> None:
+    twin = table(20, 4)
+    param = Parameter(layout(twin.detach()))
+    assert layout is rows_of_a_longer_table or not param.is_contiguous()
+    memory = torch.empty(0).set_(param.untyped_storage())
+    expected = memory.clone()
+    assert_same_steps(param, twin, SparseAdam([param]), SparseAdam([twin]))
+    # What lies between and around the parameter's numbers was not written.
+    expected.as_strided(param.shape, param.stride(), param.storage_offset()).copy_(param.detach())
+    assert same_bits(memory, expected)
+
+
+@pytest.mark.parametrize("sparse_dim", [0, 1, 2, 3])
+def test_permuted_dimensions_with_any_sparse_dim(sparse_dim: int) -> None:
+    twin = table(4, 3, 5)
+    param = Parameter(twin.detach().permute(2, 0, 1).contiguous().permute(1, 2, 0))
+    assert not param.is_contiguous()
+    optimizer, reference = SparseAdam([param]), SparseAdam([twin])
+    for _ in range(3):
+        grad = entries_of(twin, 6, sparse_dim)
+        step_with(optimizer, param, grad)
+        step_with(reference, twin, grad)
+    torch.testing.assert_close(param, twin, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"amsgrad": True}, {"bias_correction": "row"}, {"nonfinite": "skip"}], ids=str)
+def test_options_under_strides(options: dict[str, object]) -> None:
+    twin = table(20, 4)
+    param = Parameter(transposed(twin.detach()))
+    assert_same_steps(param, twin, SparseAdam([param], **options), SparseAdam([twin], **options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", OTHERS)
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_a_state_may_have_other_strides_than_its_parameter(layout: Callable[[Tensor], Tensor], amsgrad: bool) -> None:
+    param, twin = table(20, 4), table(20, 4)
+    twin.data.copy_(param.data)
+    optimizer, reference = SparseAdam([param], amsgrad=amsgrad), SparseAdam([twin], amsgrad=amsgrad)
+    grad = rows_of(param, [1, 2, 19])
+    step_with(optimizer, param, grad)
+    step_with(reference, twin, grad)
+    saved = optimizer.state_dict()
+    for key in saved["state"][0].keys() - {"step"}:
+        saved["state"][0][key] = layout(saved["state"][0][key])
+    optimizer.load_state_dict(saved)
+    assert_same_steps(param, twin, optimizer, reference)
+
+
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"])
+def test_one_tensor_of_the_state_may_have_other_strides(key: str) -> None:
+    param, twin = table(20, 4), table(20, 4)
+    twin.data.copy_(param.data)
+    optimizer, reference = SparseAdam([param], amsgrad=True), SparseAdam([twin], amsgrad=True)
+    for one, other in ((optimizer, param), (reference, twin)):
+        step_with(one, other, torch.ones(20, 4))
+    optimizer.state[param][key] = transposed(optimizer.state[param][key])
+    grad = torch.randn(20, 4)
+    step_with(optimizer, param, grad)
+    step_with(reference, twin, grad)
+    torch.testing.assert_close(param, twin, rtol=1e-6, atol=1e-6)
+    assert_same_steps(param, twin, optimizer, reference)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_data_may_be_swapped_between_steps(layout: Callable[[Tensor], Tensor]) -> None:
+    param, twin = table(20, 4), table(20, 4)
+    twin.data.copy_(param.data)
+    optimizer, reference = SparseAdam([param]), SparseAdam([twin])
+    grad = rows_of(param, [1, 2, 19])
+    step_with(optimizer, param, grad)
+    step_with(reference, twin, grad)
+    param.data = layout(param.data.clone())
+    assert_same_steps(param, twin, optimizer, reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_data_may_be_swapped_for_another_dtype(dtype: torch.dtype) -> None:
+    # The state stays float32 under the new parameter, as in torch.
+    param, twin = table(20, 4), table(20, 4)
+    twin.data.copy_(param.data)
+    optimizer, reference = SparseAdam([param]), SparseAdam([twin])
+    grad = rows_of(param, [1, 2, 19])
+    step_with(optimizer, param, grad)
+    step_with(reference, twin, grad)
+    param.grad = None
+    param.data = param.data.to(dtype)
+    for dense in (False, True):
+        grad = torch.randn(20, 4) if dense else rows_of(twin, [2, 3, 2])
+        step_with(optimizer, param, grad.to(dtype))
+        step_with(reference, twin, grad)
+    assert param.dtype == dtype
+    assert optimizer.state[param]["exp_avg"].dtype == torch.float32
+    tolerance = 1e-6 if dtype == torch.float64 else 2**-6
+    torch.testing.assert_close(param.float(), twin, rtol=tolerance, atol=tolerance)
+
+
+def test_a_one_element_gradient_of_a_view_with_an_offset() -> None:
+    # dense_dim 0 and one distinct index: torch.optim.SparseAdam writes to the wrong address here.
+    memory = torch.zeros(64)
+    param = Parameter(memory[40:48])
+    optimizer = SparseAdam([param], lr=0.5)
+    step_with(optimizer, param, sparse([[3, 3]], torch.tensor([1.0, 1.0]), (8,)))
+    assert memory.nonzero().tolist() == [[43]]
+    assert param[3].item() == pytest.approx(-0.5)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_a_transposed_table_with_many_distinct_rows_on_several_threads(threads: int) -> None:
+    # torch.optim.SparseAdam raises here halfway, with the moments changed.
+    torch.set_num_threads(threads)
+    twin = table(3000, 32)
+    param = Parameter(transposed(twin.detach()))
+    optimizer, reference = SparseAdam([param]), SparseAdam([twin])
+    grad = rows_of(twin, torch.randperm(3000))
+    step_with(optimizer, param, grad)
+    step_with(reference, twin, grad)
+    torch.testing.assert_close(param, twin, rtol=1e-6, atol=1e-7)
+
+
+def test_two_parameters_may_be_halves_of_one_tensor() -> None:
+    memory = torch.randn(10, 4)
+    before = memory.clone()
+    halves = [Parameter(memory[:5]), Parameter(memory[5:])]
+    for half, row in zip(halves, (1, 3), strict=True):
+        half.grad = rows_of(half, [row])
+    SparseAdam(halves).step()
+    assert (memory != before).any(dim=1).nonzero().flatten().tolist() == [1, 8]
+
+
+@pytest.mark.parametrize("layout", OTHERS)
+def test_a_dense_gradient_may_have_other_strides_than_its_parameter(layout: Callable[[Tensor], Tensor]) -> None:
+    ours, theirs = table(20, 4), table(20, 4)
+    theirs.data.copy_(ours.data)
+    optimizer, reference = SparseAdam([ours]), torch.optim.Adam([theirs])
+    for _ in range(3):
+        grad = layout(torch.randn(20, 4))
+        step_with(optimizer, ours, grad)
+        step_with(reference, theirs, grad)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_new_moments_have_the_strides_of_their_parameter() -> None:
+    small, large = Parameter(torch.randn(4, 6).t()), Parameter(torch.zeros(1500, 2000).t())
+    optimizer = SparseAdam([small, large])
+    for param in (small, large):
+        param.grad = rows_of(param, [1])
+    optimizer.step()
+    for param in (small, large):
+        for key in ("exp_avg", "exp_avg_sq"):
+            moment = optimizer.state[param][key]
+            assert moment.stride() == param.stride()
+            assert moment.any(dim=1).nonzero().flatten().tolist() == [1]

@@ -1,0 +1,219 @@
+"""Gradients as models leave them: lookups, bags, ties, accumulation, clipping by norm."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rowstep import SparseAdam
+from tests.helpers.gradients import rows_of, same_bits, table
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[[nn.Module, int], Tensor]) -> None:
+    for step in range(5):
+        optimizer.zero_grad()
+        torch.autograd.backward(loss_of(model, step))
+        optimizer.step()
+
+
+def assert_trains_as_under_torch(model: nn.Module, loss_of: Callable[[nn.Module, int], Tensor]) -> None:
+    twin = copy.deepcopy(model)
+    train(model, SparseAdam(model.parameters(), lr=0.01), loss_of)
+    train(twin, torch.optim.SparseAdam(twin.parameters(), lr=0.01), loss_of)
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert ours.grad is not None
+        assert ours.grad.is_sparse
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def ids_at(step: int) -> Tensor:
+    return torch.randint(20, (6, 3), generator=torch.Generator().manual_seed(step))
+
+
+def test_embedding() -> None:
+    target = torch.randn(6, 3, 4)
+    assert_trains_as_under_torch(
+        nn.Embedding(20, 4, sparse=True), lambda model, step: (model(ids_at(step)) - target).square().mean()
+    )
+
+
+def test_embedding_whose_output_is_summed() -> None:
+    # The sum's gradient is one number expanded to all values: strides of 0.
+    assert_trains_as_under_torch(nn.Embedding(20, 4, sparse=True), lambda model, step: model(ids_at(step)).sum())
+
+
+def test_embedding_with_padding() -> None:
+    model = nn.Embedding(20, 4, sparse=True, padding_idx=0)
+    assert_trains_as_under_torch(model, lambda model, step: model(ids_at(step) % 3).square().sum())
+    assert not model.weight[0].any()
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_embedding_bag(mode: str) -> None:
+    assert_trains_as_under_torch(
+        nn.EmbeddingBag(20, 4, sparse=True, mode=mode), lambda model, step: model(ids_at(step)).square().sum()
+    )
+
+
+def test_max_norm_edits_weights_in_the_forward_pass() -> None:
+    model = nn.Embedding(20, 4, sparse=True, max_norm=0.5)
+    assert_trains_as_under_torch(model, lambda model, step: model(ids_at(step)).square().sum())
+    with torch.no_grad():
+        assert model(torch.arange(20)).norm(dim=1).max() <= 0.5 + 1e-5
+
+
+def test_several_lookups_in_one_forward_pass_arrive_as_one_gradient() -> None:
+    model = nn.Embedding(20, 4, sparse=True)
+    assert_trains_as_under_torch(model, lambda model, step: (model(ids_at(step)) * model(ids_at(step + 9))).sum())
+    assert model.weight.grad is not None
+    assert model.weight.grad._nnz() == 36
+
+
+def test_two_modules_may_share_one_table() -> None:
+    left, right = nn.Embedding(20, 4, sparse=True), nn.Embedding(20, 4, sparse=True)
+    right.weight = left.weight
+    model = nn.ModuleList([left, right])
+    optimizer = SparseAdam(model.parameters())
+    (left(torch.tensor([1, 2])) * right(torch.tensor([2, 3]))).sum().backward()
+    before = left.weight.detach().clone()
+    optimizer.step()
+    assert (left.weight != before).any(dim=1).nonzero().flatten().tolist() == [1, 2, 3]
+    assert optimizer.state[left.weight]["step"] == 1
+
+
+@pytest.mark.parametrize("expanded", [True, False])
+def test_gradients_accumulate_over_several_backward_passes(expanded: bool) -> None:
+    model = nn.Embedding(20, 4, sparse=True)
+    whole = copy.deepcopy(model)
+    ids = torch.tensor([1, 2, 3, 3, 2, 5, 1, 1, 9])
+
+    def loss(vectors: Tensor) -> Tensor:
+        return vectors.sum() if expanded else vectors.square().sum()
+
+    sizes = []
+    for part in torch.split(ids, 3):
+        torch.autograd.backward(loss(model(part)))
+        assert model.weight.grad is not None
+        sizes.append(model.weight.grad._nnz())
+    # torch concatenates the values of a sum. Values that have memory of their own it merges, but not completely.
+    assert sizes == ([3, 6, 9] if expanded else [3, 5, 7])
+    torch.autograd.backward(loss(whole(ids)))
+    SparseAdam(model.parameters()).step()
+    SparseAdam(whole.parameters()).step()
+    torch.testing.assert_close(model.weight, whole.weight)
+
+
+def test_tied_weights_arrive_dense_and_step_as_under_adam() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(20, 4, sparse=True)
+            self.head = nn.Linear(4, 20, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            scores: Tensor = self.head(self.table(ids))
+            return scores
+
+    model = Tied()
+    twin = copy.deepcopy(model)
+    ids = torch.tensor([3, 5, 3])
+    train(model, SparseAdam(model.parameters()), lambda model, step: model(ids).square().mean())
+    train(twin, torch.optim.Adam(twin.parameters(), fused=True), lambda model, step: model(ids).square().mean())
+    assert model.table.weight.grad is not None
+    assert not model.table.weight.grad.is_sparse
+    assert same_bits(model.table.weight, twin.table.weight)
+
+
+def test_a_table_may_be_tied_from_some_step_on() -> None:
+    # torch.optim.SparseAdam for the sparse steps, then torch.optim.Adam with its state: ours does both.
+    ours = table(6, 3)
+    optimizer = SparseAdam([ours])
+    theirs = nn.Parameter(ours.detach().clone())
+    first: torch.optim.Optimizer = torch.optim.SparseAdam([theirs])
+    for _ in range(3):
+        ours.grad = theirs.grad = rows_of(ours, [1, 4])
+        optimizer.step()
+        first.step()
+    second = torch.optim.Adam([theirs])
+    second.state[theirs] = {**first.state[theirs], "step": torch.tensor(3.0)}
+    for _ in range(3):
+        ours.grad = theirs.grad = torch.randn(6, 3)
+        optimizer.step()
+        second.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert int(optimizer.state[ours]["step"]) == 6
+    ours.grad = rows_of(ours, [0])
+    optimizer.step()
+    assert optimizer.state[ours]["step"] == 7
+
+
+def test_zero_grad_without_none_leaves_an_empty_gradient_that_counts_a_step() -> None:
+    model = nn.Embedding(20, 4, sparse=True)
+    optimizer = SparseAdam(model.parameters())
+    model(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    grad, before = model.weight.grad, model.weight.detach().clone()
+    assert grad is not None
+    assert grad.is_sparse
+    assert grad._nnz() == 0
+    optimizer.step()
+    assert same_bits(model.weight, before)
+    assert optimizer.state[model.weight]["step"] == 2
+    model(torch.tensor([2])).sum().backward()
+    optimizer.step()
+    assert (model.weight != before).any(dim=1).nonzero().flatten().tolist() == [2]
+
+
+def test_a_complex_valued_model() -> None:
+    # Knowledge-graph models (ComplEx, RotatE) conjugate: the gradient's values are then lazily negated views.
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.real, self.imag = nn.Embedding(20, 4, sparse=True), nn.Embedding(20, 4, sparse=True)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return torch.complex(self.real(ids), self.imag(ids)).conj()
+
+    weights = torch.randn(6, 3, 4, dtype=torch.complex64)
+    assert_trains_as_under_torch(Pair(), lambda model, step: (model(ids_at(step)) * weights).real.sum())
+
+
+def test_the_graph_of_the_gradient_may_be_kept() -> None:
+    model = nn.Embedding(20, 4, sparse=True)
+    twin = copy.deepcopy(model)
+    for module in (model, twin):
+        scale = torch.tensor(2.0, requires_grad=True)
+        loss = (module(torch.tensor([1, 1, 3])) * scale).sum()
+        module.weight.grad = torch.autograd.grad(loss, [module.weight], create_graph=True)[0]
+    optimizers: list[torch.optim.Optimizer] = [
+        SparseAdam(model.parameters()),
+        torch.optim.SparseAdam(twin.parameters()),
+    ]
+    for optimizer in optimizers:
+        optimizer.step()
+    torch.testing.assert_close(model.weight, twin.weight)
+
+
+def test_a_step_is_in_place_without_a_graph_and_autograd_knows_of_it() -> None:
+    model = nn.Embedding(20, 4, sparse=True)
+    weight, address = model.weight, model.weight.data_ptr()
+    optimizer = SparseAdam(model.parameters())
+    loss = (model(torch.tensor([1, 2])) @ weight.t()).sum()
+    model(torch.tensor([1, 2])).sum().backward()
+    version = weight._version
+    optimizer.step()
+    assert weight.data_ptr() == address
+    assert weight._version > version
+    assert weight.is_leaf
+    assert weight.requires_grad
+    assert not any(value.requires_grad for value in optimizer.state[weight].values() if isinstance(value, Tensor))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -1,0 +1,149 @@
+"""nonfinite: what happens to a row whose summed gradient is not finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from rowstep import SparseAdam
+from tests.helpers.by_hand import AdamByHand
+from tests.helpers.gradients import Snapshot, copy_of, rows_of, same_bits, step_with, table
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+NONFINITE = [float("nan"), float("inf"), float("-inf")]
+
+
+def test_propagate_steps_the_row_as_torch_does() -> None:
+    ours = table(5, 3)
+    theirs = copy_of(ours)
+    values = torch.tensor([[1.0, torch.nan, 1.0], [1.0, 1.0, 1.0], [torch.inf, 1.0, 1.0]])
+    grad = rows_of(ours, [1, 2, 4], values)
+    step_with(SparseAdam([ours]), ours, grad)
+    step_with(torch.optim.SparseAdam([theirs]), theirs, grad)
+    torch.testing.assert_close(ours, theirs, equal_nan=True)
+    assert ours.isnan().sum() == 2
+
+
+@pytest.mark.parametrize("bad", NONFINITE)
+@pytest.mark.parametrize("bias_correction", ["global", "row"])
+def test_skip_leaves_the_row_and_counts_it(bad: float, bias_correction: str) -> None:
+    param = table(6, 3, dtype=torch.float64)
+    hand = AdamByHand(param, nonfinite="skip", bias_correction=bias_correction)
+    optimizer = SparseAdam([param], nonfinite="skip", bias_correction=bias_correction)
+    assert optimizer.skipped_rows == 0
+    for step in range(4):
+        values = torch.randn(5, 3, dtype=torch.float64)
+        if step % 2:
+            values[1, 2] = bad
+        ids = [0, 3, 3, 5, 1]
+        step_with(optimizer, param, rows_of(param, ids, values))
+        hand.step(ids, values)
+    torch.testing.assert_close(param.detach(), torch.from_numpy(hand.p))
+    torch.testing.assert_close(optimizer.state[param]["exp_avg_sq"], torch.from_numpy(hand.v))
+    assert optimizer.skipped_rows == hand.skipped == 2
+    assert optimizer.state[param]["step"] == 4
+    if bias_correction == "row":
+        assert optimizer.state[param]["row_step"].tolist() == hand.row_steps
+
+
+def test_skip_looks_at_the_sum_and_not_at_the_addends() -> None:
+    # Each number is finite and their sum is not, so the row is skipped; the other row's infinities make a NaN.
+    largest = torch.finfo(torch.float32).max
+    param = table(4, 1)
+    before = param.detach().clone()
+    optimizer = SparseAdam([param], nonfinite="skip")
+    values = torch.tensor([largest, 1.0, largest, torch.inf, -torch.inf])
+    step_with(optimizer, param, rows_of(param, [0, 1, 0, 2, 2], values))
+    assert (param != before).flatten().tolist() == [False, True, False, False]
+    assert optimizer.skipped_rows == 2
+
+
+def test_skip_may_skip_every_row() -> None:
+    param = table(4, 2)
+    before = param.detach().clone()
+    optimizer = SparseAdam([param], nonfinite="skip")
+    step_with(optimizer, param, rows_of(param, [0, 3], torch.nan))
+    assert same_bits(param, before)
+    assert optimizer.skipped_rows == 2
+    assert optimizer.state[param]["step"] == 1
+
+
+def test_skip_leaves_rows_along_the_first_dimension_of_a_dense_gradient() -> None:
+    ours = table(4, 3)
+    theirs = copy_of(ours)
+    before = ours.detach().clone()
+    optimizer, reference = SparseAdam([ours], nonfinite="skip"), torch.optim.Adam([theirs], fused=True)
+    grad = torch.randn(4, 3)
+    step_with(reference, theirs, grad)
+    grad[2, 1] = torch.inf
+    step_with(optimizer, ours, grad)
+    assert same_bits(ours[2], before[2])
+    assert not optimizer.state[ours]["exp_avg"][2].any()
+    assert same_bits(ours[[0, 1, 3]], theirs[[0, 1, 3]])
+    assert optimizer.skipped_rows == 1
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 2, 2)], ids=str)
+def test_skip_takes_dense_gradients_of_any_shape(shape: tuple[int, ...]) -> None:
+    param = table(*shape)
+    before = param.detach().clone()
+    optimizer = SparseAdam([param], nonfinite="skip", amsgrad=True)
+    step_with(optimizer, param, torch.full(shape, torch.nan))
+    assert same_bits(param, before)
+    assert optimizer.skipped_rows == (shape[0] if shape else 1)
+
+
+def test_skip_with_force_sparse() -> None:
+    param = table(3, 2)
+    before = param.detach().clone()
+    optimizer = SparseAdam([param], nonfinite="skip", force_sparse=True)
+    step_with(optimizer, param, torch.tensor([[0.0, 0.0], [torch.nan, 0.0], [1.0, 0.0]]))
+    assert same_bits(param[:2], before[:2])
+    assert optimizer.skipped_rows == 1
+
+
+@pytest.mark.parametrize("bad", NONFINITE)
+@pytest.mark.parametrize("dense", [False, True])
+def test_raise_raises_before_anything_is_written(bad: float, dense: bool) -> None:
+    first, second = table(4, 2), table(4, 2)
+    groups: list[dict[str, Any]] = [{"params": [first]}, {"params": [second], "nonfinite": "raise"}]
+    optimizer = SparseAdam(groups)
+    for param in (first, second):
+        param.grad = rows_of(param, [0, 1])
+    optimizer.step()
+    before = Snapshot(optimizer)
+    second.grad = rows_of(second, [2, 1, 2], torch.tensor([[1, 1], [1, 1], [1, bad]]))
+    if dense:
+        second.grad = second.grad.to_dense()
+    with pytest.raises(FloatingPointError, match=r"parameter 0 of group 1.*non-finite"):
+        optimizer.step()
+    before.assert_unchanged()
+
+
+def test_raise_looks_at_the_sum_of_the_duplicates() -> None:
+    largest = torch.finfo(torch.float32).max
+    param = table(4, 1)
+    optimizer = SparseAdam([param], nonfinite="raise")
+    step_with(optimizer, param, rows_of(param, [0, 1], largest))
+    with pytest.raises(FloatingPointError):
+        step_with(optimizer, param, rows_of(param, [0, 1, 0], largest))
+
+
+def test_raise_lets_finite_gradients_through() -> None:
+    ours = table(5, 3)
+    theirs = copy_of(ours)
+    grad = rows_of(ours, [4, 1])
+    step_with(SparseAdam([ours], nonfinite="raise"), ours, grad)
+    step_with(SparseAdam([theirs]), theirs, grad)
+    assert same_bits(ours, theirs)
+
+
+def test_sixteen_bit_duplicates_that_overflow_only_once_summed_are_finite() -> None:
+    param = Parameter(torch.zeros(2, 1, dtype=torch.float16))
+    optimizer = SparseAdam([param], nonfinite="raise")
+    step_with(optimizer, param, rows_of(param, [1] * 100, 1000.0))
+    assert param[1].item() == pytest.approx(-1e-3, rel=1e-3)

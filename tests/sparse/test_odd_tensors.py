@@ -1,0 +1,79 @@
+"""Tensors that look like others and are not: negated, zero without memory, expanded, freed, made for inference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from rowstep import DeferredAdam, SparseAdam
+from tests.helpers.gradients import Snapshot, rows_of, sparse, step_with, table
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+OPTIMIZERS: list[Any] = [SparseAdam, DeferredAdam]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_negated_parameter(optimizer: Any) -> None:
+    param = Parameter(torch.tensor([0 + 1j]).conj().imag)
+    assert param.is_neg()
+    step_with(optimizer([param], lr=0.1), param, sparse([[0]], torch.ones(1), (1,)))
+    assert param.item() == pytest.approx(-1.1)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"bias_correction": "row"}, {"nonfinite": "skip"}, {"force_sparse": True}], ids=str
+)
+@pytest.mark.parametrize("grad", [torch._neg_view(torch.full((6, 4), -1.0)), torch._efficientzerotensor((6, 4))])
+def test_a_dense_gradient_of_an_odd_kind(grad: torch.Tensor, options: dict[str, Any]) -> None:
+    params = [table(6, 4), table(6, 4)]
+    params[1].data.copy_(params[0].data)
+    for param, each in zip(params, (grad, grad.clone() + 0), strict=True):
+        optimizer = SparseAdam([param], lr=0.1, **options)
+        step_with(optimizer, param, rows_of(param, [1], 1.0))
+        step_with(optimizer, param, each)
+    assert torch.equal(params[0], params[1])
+
+
+@pytest.mark.parametrize("is_sparse", [True, False])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_expanded_parameter_is_refused_with_nothing_changed(optimizer: Any, is_sparse: bool) -> None:
+    params = [table(3, 2), Parameter(torch.ones(1, 4).expand(8, 4))]
+    params[0].grad = rows_of(params[0], [1])
+    params[1].grad = rows_of(params[1], [1, 3]) if is_sparse else torch.ones(8, 4)
+    made = optimizer(params)
+    before = Snapshot(made)
+    with pytest.raises(
+        ValueError, match=r"parameter 1 of group 0: .*strides \(0, 1\), so elements may share memory; expected"
+    ):
+        made.step()
+    before.assert_unchanged()
+
+
+@pytest.mark.parametrize("options", [{}, {"nonfinite": "skip"}, {"force_sparse": True}], ids=str)
+def test_a_dense_gradient_whose_storage_is_freed(options: dict[str, Any]) -> None:
+    params = [table(3, 2), table(6, 4)]
+    params[0].grad, params[1].grad = rows_of(params[0], [1]), torch.ones(6, 4)
+    params[1].grad.untyped_storage().resize_(0)
+    optimizer = SparseAdam(params, **options)
+    before = Snapshot(optimizer)
+    with pytest.raises(
+        ValueError, match="parameter 1 of group 0: the storage of the gradient is too small for its shape"
+    ):
+        optimizer.step()
+    params[1].grad = None
+    before.assert_unchanged()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_first_step_in_inference_mode(optimizer: Any) -> None:
+    params = [table(3, 2), table(3, 2)]
+    made = optimizer(params)
+    for inference in (True, False, True):
+        params[0].grad, params[1].grad = rows_of(params[0], [1]), torch.ones(3, 2)
+        with torch.inference_mode(inference):
+            made.step()
+    assert [int(made.state[param]["step"]) for param in params] == [3, 3]

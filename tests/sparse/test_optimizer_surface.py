@@ -1,0 +1,231 @@
+"""The surface of a torch optimizer: how it is built, its groups, closures, learning rates and schedulers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer, lr_scheduler
+
+from rowstep import SparseAdam
+from tests.helpers.gradients import copy_of, rows_of, same_bits, step_with, table
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
+
+
+def test_the_signature_begins_as_torchs_and_goes_on_with_keywords() -> None:
+    ours = list(inspect.signature(SparseAdam).parameters.values())
+    theirs = list(inspect.signature(torch.optim.SparseAdam).parameters.values())
+    assert [(p.name, p.default) for p in ours[: len(theirs)]] == [(p.name, p.default) for p in theirs]
+    assert {p.name: p.default for p in ours[len(theirs) :]} == {
+        "weight_decay": 0.0,
+        "decoupled_weight_decay": False,
+        "amsgrad": False,
+        "force_sparse": False,
+        "bias_correction": "global",
+        "nonfinite": "propagate",
+        "second_moment": "element",
+        "state_dtype": None,
+        "stochastic_rounding": False,
+        "seed": 0,
+        "foreach": None,
+        "fused": None,
+        "capturable": False,
+        "differentiable": False,
+    }
+    assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(theirs) :])
+
+
+def test_defaults_and_groups_are_public() -> None:
+    module = model()
+    optimizer = SparseAdam(module.parameters(), lr=0.5, amsgrad=True)
+    assert isinstance(optimizer, Optimizer)
+    assert optimizer.defaults["lr"] == 0.5
+    assert optimizer.defaults["betas"] == (0.9, 0.999)
+    assert optimizer.defaults["eps"] == 1e-8
+    (group,) = optimizer.param_groups
+    assert group["params"] == list(module.parameters())
+    assert {key: group[key] for key in optimizer.defaults} == optimizer.defaults
+
+
+def test_state_appears_with_the_first_gradient() -> None:
+    param = table(4, 2)
+    optimizer = SparseAdam([param])
+    assert not optimizer.state
+    optimizer.step()
+    assert not optimizer.state
+    step_with(optimizer, param, rows_of(param, [1]))
+    assert optimizer.state[param].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    assert type(optimizer.state[param]["step"]) is int
+
+
+def test_a_generator_of_parameters_is_consumed_once() -> None:
+    module = model()
+    optimizer = SparseAdam(param for param in module.parameters())
+    assert len(optimizer.param_groups[0]["params"]) == 3
+
+
+def test_groups_are_dicts_with_options_of_their_own() -> None:
+    first, second = table(3, 2), table(3, 2)
+    one_by_one: dict[str, Any] = {"params": (param for param in [first])}
+    optimizer = SparseAdam([one_by_one, {"params": second, "lr": 0.5, "amsgrad": True}], lr=0.1)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
+    assert [group["amsgrad"] for group in optimizer.param_groups] == [False, True]
+    assert [group["params"] for group in optimizer.param_groups] == [[first], [second]]
+
+
+def test_named_parameters() -> None:
+    optimizer = SparseAdam(model().named_parameters())
+    assert optimizer.param_groups[0]["param_names"] == ["0.weight", "1.weight", "1.bias"]
+    grouped = SparseAdam([{"params": model().named_parameters(), "lr": 0.2}])
+    assert grouped.param_groups[0]["param_names"] == ["0.weight", "1.weight", "1.bias"]
+
+
+def test_added_groups_take_the_defaults_and_start_their_own_count() -> None:
+    first, second = table(4, 2), table(4, 2)
+    optimizer = SparseAdam([first], lr=0.3, weight_decay=0.1)
+    step_with(optimizer, first, rows_of(first, [1]))
+    optimizer.add_param_group({"params": [second], "lr": 0.2})
+    assert optimizer.param_groups[1]["lr"] == 0.2
+    assert optimizer.param_groups[1]["weight_decay"] == 0.1
+    second.grad = rows_of(second, [1])
+    optimizer.step()
+    assert [optimizer.state[param]["step"] for param in (first, second)] == [2, 1]
+
+
+def test_zero_grad_clears_gradients() -> None:
+    emb, weight = table(4, 2), table(2, 2)
+    optimizer = SparseAdam([emb, weight])
+    emb.grad, weight.grad = rows_of(emb, [1]), torch.ones(2, 2)
+    optimizer.zero_grad(set_to_none=False)
+    assert emb.grad is not None
+    assert emb.grad._nnz() == 0
+    assert not weight.grad.any()
+    optimizer.zero_grad()
+    assert emb.grad is weight.grad is None
+
+
+def test_step_returns_what_the_closure_returns(backend: str) -> None:
+    param = table(4, 2)
+    optimizer = SparseAdam([param])
+
+    def closure() -> float:
+        assert torch.is_grad_enabled()
+        optimizer.zero_grad()
+        loss = param[1].square().sum()
+        torch.autograd.backward(loss)
+        return loss.item()
+
+    expected = param[1].square().sum().item()
+    before = param.detach().clone()
+    with torch.no_grad():
+        assert optimizer.step(closure) == expected
+    assert not same_bits(param, before)
+    assert optimizer.step() is None
+
+
+def test_repr_lists_the_options_of_each_group() -> None:
+    text = repr(SparseAdam([table(2, 2)], lr=0.25, bias_correction="row"))
+    assert text.startswith("SparseAdam (\nParameter Group 0\n")
+    for line in ("lr: 0.25", "bias_correction: row", "weight_decay: 0.0", "nonfinite: propagate"):
+        assert f"    {line}\n" in text
+
+
+@pytest.mark.usefixtures("backend")
+class TestTensorLearningRate:
+    @pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+    @pytest.mark.parametrize("dense", [False, True])
+    def test_any_one_element_shape(self, shape: tuple[int, ...], dense: bool) -> None:
+        one, other = table(4, 2), table(4, 2)
+        other.data.copy_(one.data)
+        lr = torch.full(shape, 0.1, dtype=torch.float64)
+        options: dict[str, Any] = {"weight_decay": 0.5, "decoupled_weight_decay": True}
+        tensor, number = SparseAdam([one], lr=lr, **options), SparseAdam([other], lr=0.1, **options)
+        assert tensor.param_groups[0]["lr"] is lr
+        for _ in range(3):
+            grad = torch.randn(4, 2) if dense else rows_of(one, [1, 3])
+            step_with(tensor, one, grad)
+            step_with(number, other, grad)
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+    @pytest.mark.parametrize("dense", [False, True])
+    def test_edits_in_place_count(self, dense: bool) -> None:
+        param = Parameter(torch.zeros(2, 1))
+        lr = torch.tensor(0.1)
+        optimizer = SparseAdam([param], lr=lr)
+        grad = torch.ones(2, 1) if dense else rows_of(param, [0, 1], 1.0)
+        step_with(optimizer, param, grad)
+        lr.fill_(0.5)
+        step_with(optimizer, param, grad)
+        assert param.flatten().tolist() == pytest.approx([-0.6, -0.6], rel=1e-5)
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+    def test_the_step_size_is_computed_in_its_dtype(self, dtype: torch.dtype) -> None:
+        ours = Parameter(torch.zeros(50, 4))
+        theirs = copy_of(ours)
+        lr = torch.tensor(0.0123, dtype=dtype)
+        optimizer, reference = SparseAdam([ours], lr=lr), torch.optim.SparseAdam([theirs], lr=lr.clone())
+        for _ in range(7):
+            with torch.no_grad():
+                ours.zero_(), theirs.zero_()
+            grad = rows_of(ours, torch.randperm(50)[:20])
+            step_with(optimizer, ours, grad)
+            step_with(reference, theirs, grad)
+            torch.testing.assert_close(ours, theirs, rtol=4 * 2**-23, atol=0)
+
+    @pytest.mark.parametrize("bias_correction", ["global", "row"])
+    def test_with_either_bias_correction(self, bias_correction: str) -> None:
+        param = Parameter(torch.zeros(2, 1))
+        optimizer = SparseAdam([param], lr=torch.tensor([0.25]), bias_correction=bias_correction)
+        step_with(optimizer, param, rows_of(param, [1], 1.0))
+        assert param[1].item() == pytest.approx(-0.25)
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_group_with_lr_zero_stands_still_while_its_moments_go_on() -> None:
+    param = table(4, 2)
+    before = param.detach().clone()
+    optimizer = SparseAdam([{"params": [param], "lr": 0.0}])
+    step_with(optimizer, param, rows_of(param, [1]))
+    assert same_bits(param, before)
+    assert optimizer.state[param]["exp_avg"][1].all()
+
+
+SCHEDULERS: list[Callable[[Optimizer], lr_scheduler.LRScheduler]] = [
+    lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5),
+    lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 4)),
+    lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=6),
+    lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=9),
+]
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("scheduler", SCHEDULERS, ids=["step", "warm-up from zero", "cosine", "one cycle"])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_schedulers_act_as_on_torchs(
+    scheduler: Callable[[Optimizer], lr_scheduler.LRScheduler], as_tensor: bool
+) -> None:
+    ours = table(6, 2)
+    theirs = copy_of(ours)
+
+    def rate() -> float | Tensor:
+        return torch.tensor(0.1) if as_tensor else 0.1
+
+    optimizer, reference = SparseAdam([ours], lr=rate()), torch.optim.SparseAdam([theirs], lr=rate())
+    schedules = scheduler(optimizer), scheduler(reference)
+    for _ in range(8):
+        grad = rows_of(ours, [0, 2, 5])
+        step_with(optimizer, ours, grad)
+        step_with(reference, theirs, grad)
+        for schedule in schedules:
+            schedule.step()
+        assert float(optimizer.param_groups[0]["lr"]) == float(reference.param_groups[0]["lr"])
+        assert optimizer.param_groups[0]["betas"] == reference.param_groups[0]["betas"]
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

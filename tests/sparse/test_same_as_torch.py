@@ -1,0 +1,225 @@
+"""A sparse gradient steps as under torch.optim.SparseAdam, a dense one as under torch.optim.Adam."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from rowstep import SparseAdam
+from tests.helpers.gradients import copy_of, entries_of, ids_at_most_twice, rows_of, same_bits, step_with, table
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"lr": 0.05, "betas": (0.5, 0.9), "eps": 1e-3},
+    {"lr": 0.05, "betas": (0.0, 0.0)},
+    {"maximize": True},
+]
+
+
+def pair(param: Parameter, **options: Any) -> tuple[SparseAdam, torch.optim.SparseAdam, Parameter]:
+    """Our optimizer over ``param``, torch's over a copy, and the copy."""
+    twin = copy_of(param)
+    return SparseAdam([param], **options), torch.optim.SparseAdam([twin], **options), twin
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_moments_have_the_same_bits_over_60_steps(options: dict[str, Any]) -> None:
+    ours = table(200, 9)
+    optimizer, reference, theirs = pair(ours, **options)
+    for step in range(60):
+        grad = rows_of(ours, ids_at_most_twice(200, 60)) * 10.0 ** (step % 7 - 3)
+        step_with(optimizer, ours, grad)
+        step_with(reference, theirs, grad)
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert same_bits(optimizer.state[ours][key], reference.state[theirs][key]), (key, step)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_update_has_the_same_bits_where_torch_takes_the_right_root(options: dict[str, Any]) -> None:
+    """torch's sqrt of an array may be the neighbour of the right number, more often on some processors than on others.
+
+    That is one unit of the root; after it the sum with eps, the quotient and the product may each round the other way.
+    """
+    ours = table(200, 9)
+    optimizer, reference, theirs = pair(ours, **options)
+    for _ in range(60):
+        with torch.no_grad():  # from zero, the weights are the update, and not rounded to a larger weight's ulp
+            ours.zero_()
+            theirs.zero_()
+        grad = rows_of(ours, ids_at_most_twice(200, 60))
+        step_with(optimizer, ours, grad)
+        step_with(reference, theirs, grad)
+        rows = grad.coalesce().indices()[0]
+        v = optimizer.state[ours]["exp_avg_sq"][rows]
+        right = v.sqrt() == v.double().sqrt().float()
+        assert same_bits(ours[rows][right], theirs[rows][right])
+        assert ((ours - theirs).abs() <= 4 * 2**-23 * theirs.abs()).all()
+
+
+def test_weights_stay_together_over_60_steps() -> None:
+    ours = table(200, 9)
+    optimizer, reference, theirs = pair(ours)
+    for _ in range(60):
+        grad = rows_of(ours, ids_at_most_twice(200, 60))
+        step_with(optimizer, ours, grad)
+        step_with(reference, theirs, grad)
+    # An update that differs in its last bit may round the weight the other way, by one ulp of the weight a step.
+    torch.testing.assert_close(ours, theirs, rtol=60 * 2**-23, atol=60 * 2 * 1e-3 * 2**-23)
+
+
+def test_many_duplicates_agree_within_the_rounding_of_their_sum() -> None:
+    ours = table(20, 8)
+    optimizer, reference, theirs = pair(ours)
+    for _ in range(20):
+        grad = rows_of(ours, torch.randint(20, (2000,)))
+        step_with(optimizer, ours, grad)
+        step_with(reference, theirs, grad)
+    for key in ("exp_avg", "exp_avg_sq"):
+        torch.testing.assert_close(optimizer.state[ours][key], reference.state[theirs][key], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_duplicates_are_summed_in_order_of_occurrence() -> None:
+    # In any other order a 1 meets the large number first and is lost: in float32, 2**25 + 1 is 2**25.
+    addends = [2.0**25, -(2.0**25), 1.0, 3.0]
+    param = Parameter(torch.zeros(3, 1))
+    optimizer = SparseAdam([param], betas=(0.0, 0.0))
+    step_with(
+        optimizer,
+        param,
+        rows_of(param, [1, 2, 1, 1, 2, 1], torch.tensor([addends[0], 5, *addends[1:3], 6, addends[3]])),
+    )
+    assert optimizer.state[param]["exp_avg"].flatten().tolist() == [0.0, 4.0, 11.0]
+
+
+def test_float64_agrees_to_its_last_bits() -> None:
+    ours = table(50, 6, dtype=torch.float64)
+    optimizer, reference, theirs = pair(ours)
+    for _ in range(30):
+        grad = rows_of(ours, ids_at_most_twice(50, 40))
+        step_with(optimizer, ours, grad)
+        step_with(reference, theirs, grad)
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert same_bits(optimizer.state[ours][key], reference.state[theirs][key])
+    torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_any_number_of_threads_gives_the_same_bits(dtype: torch.dtype) -> None:
+    from rowstep._kernels.workspace import PARALLEL_FROM_BYTES
+
+    start = table(3000, 17, dtype=dtype)
+    # Zipf-like: a few rows hold most occurrences, so a cut between two threads falls inside a row's duplicates.
+    ids = (3000 * torch.rand(5, 6000) ** 4).long()
+    grads = [rows_of(start, some) for some in ids]
+    assert grads[0]._values().nbytes >= PARALLEL_FROM_BYTES
+    results: list[list[Tensor]] = []
+    for threads in (1, 2, 3, 5):
+        torch.set_num_threads(threads)
+        param = copy_of(start)
+        optimizer = SparseAdam([param])
+        for grad in grads:
+            step_with(optimizer, param, grad)
+        results.append([param, optimizer.state[param]["exp_avg"], optimizer.state[param]["exp_avg_sq"]])
+    for others in results[1:]:
+        assert all(same_bits(one, other) for one, other in zip(results[0], others, strict=True))
+
+
+def test_one_row_may_hold_all_the_work_of_all_threads() -> None:
+    ours = table(1000, 16)
+    optimizer, reference, theirs = pair(ours)
+    torch.set_num_threads(3)
+    grad = rows_of(ours, [7] * 9000)
+    step_with(optimizer, ours, grad)
+    step_with(reference, theirs, grad)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_eps_is_added_to_the_uncorrected_root_of_a_sparse_gradient() -> None:
+    # First step: m = (1-b1) g, sqrt(v) = sqrt(1-b2) |g|, and a step size of lr sqrt(1-b2) / (1-b1).
+    param = Parameter(torch.zeros(2, 1, dtype=torch.float64))
+    optimizer = SparseAdam([param], lr=0.1, betas=(0.9, 0.99), eps=0.5)
+    step_with(optimizer, param, rows_of(param, [1], 2.0))
+    assert param[1].item() == pytest.approx(-0.1 * 0.1 * 2.0 / (0.1 * 2.0 + 0.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_eps_is_added_to_the_corrected_root_of_a_dense_gradient(dtype: torch.dtype) -> None:
+    param = Parameter(torch.zeros(2, 1, dtype=torch.float64))
+    grad = torch.full((2, 1), 2.0, dtype=dtype)
+    step_with(SparseAdam([param], lr=0.1, betas=(0.9, 0.99), eps=0.5), param, grad)
+    assert param[1].item() == pytest.approx(-0.1 * 2.0 / (2.0 + 0.5))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight_decay": 0.1},
+        {"weight_decay": 0.1, "decoupled_weight_decay": True},
+        {"amsgrad": True},
+        {"maximize": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_dense_gradient_steps_as_under_fused_adam(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    ours = [table(7, 5, dtype=dtype), table(3, dtype=dtype), table(2, 2, 2, dtype=dtype)]
+    theirs = [copy_of(param) for param in ours]
+    optimizer, reference = SparseAdam(ours, **options), torch.optim.Adam(theirs, fused=True, **options)
+    for _ in range(20):
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = other.grad = torch.randn_like(one)
+        optimizer.step()
+        reference.step()
+    for one, other in zip(ours, theirs, strict=True):
+        assert same_bits(one, other)
+        assert optimizer.state[one].keys() == reference.state[other].keys()
+        for key, value in reference.state[other].items():
+            assert torch.equal(optimizer.state[one][key], value)
+
+
+def test_a_dense_gradient_steps_as_under_plain_adam() -> None:
+    ours = table(40, 10)
+    theirs = copy_of(ours)
+    optimizer, reference = SparseAdam([ours]), torch.optim.Adam([theirs])
+    for _ in range(20):
+        grad = torch.randn_like(ours)
+        step_with(optimizer, ours, grad)
+        step_with(reference, theirs, grad)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_one_optimizer_takes_both_kinds_of_gradient_in_one_step() -> None:
+    emb, weight = table(30, 4), table(4, 4)
+    emb_twin, weight_twin = copy_of(emb), copy_of(weight)
+    optimizer = SparseAdam([emb, weight])
+    references: list[Optimizer] = [torch.optim.SparseAdam([emb_twin]), torch.optim.Adam([weight_twin], fused=True)]
+    for _ in range(10):
+        emb.grad = emb_twin.grad = rows_of(emb, ids_at_most_twice(30, 10))
+        weight.grad = weight_twin.grad = torch.randn(4, 4)
+        optimizer.step()
+        for reference in references:
+            reference.step()
+    assert same_bits(optimizer.state[emb]["exp_avg_sq"], references[0].state[emb_twin]["exp_avg_sq"])
+    torch.testing.assert_close(emb, emb_twin, rtol=1e-6, atol=1e-7)
+    assert same_bits(weight, weight_twin)
+
+
+@pytest.mark.parametrize("sparse_dim", [1, 2, 3])
+def test_every_split_of_the_dimensions_agrees(sparse_dim: int) -> None:
+    ours = table(6, 5, 4)
+    optimizer, reference, theirs = pair(ours)
+    for _ in range(10):
+        grad = entries_of(ours, 12, sparse_dim)
+        step_with(optimizer, ours, grad)
+        step_with(reference, theirs, grad)
+    torch.testing.assert_close(optimizer.state[ours]["exp_avg"], reference.state[theirs]["exp_avg"])
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)

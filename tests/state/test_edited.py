@@ -1,0 +1,125 @@
+"""A state that is cleared or set by hand in mid-run, and parameters that have none."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from rowstep import DeferredAdam, DeferredAdamW
+from tests.helpers.deferred_cases import embedding
+from tests.helpers.gradients import Snapshot, rows_of, set_grad, step_with, table
+from tests.helpers.state_runs import KINDS, Kind, Run
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+
+@KINDS
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_cleared_state_begins_anew(kind: Kind, inner: bool) -> None:
+    run = Run(kind)
+    if inner:
+        for state in run.optimizer.state.values():
+            state.clear()
+    else:
+        run.optimizer.state.clear()
+    run.step()
+    assert [int(run.optimizer.state[param]["step"]) for _, param in run.params] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("way", ["all", "one", "moments"])
+def test_what_waits_is_settled_when_a_state_is_cleared_or_replaced(way: str) -> None:
+    """Rows that wait do so under the moments they had, whatever is written into the state."""
+    runs = []
+    for edited in (False, True):
+        torch.manual_seed(0)
+        module = embedding(6, 3)
+        optimizer = DeferredAdamW(module, lr=0.1, weight_decay=0.1)
+        for ids in ([0, 1, 2, 3, 4, 5], [1], [1], [1]):
+            optimizer.zero_grad()
+            module(torch.tensor(ids)).square().sum().backward()
+            optimizer.step()
+        state = optimizer.state[module.weight]
+        if not edited:
+            optimizer.flush()
+        elif way == "all":
+            optimizer.state.clear()
+        elif way == "one":
+            state.clear()
+        else:
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(module.weight), torch.ones_like(module.weight)
+        runs.append(module(torch.arange(6)).detach())
+    torch.testing.assert_close(runs[0], runs[1])
+
+
+@pytest.mark.parametrize("count", [7, torch.tensor(7.0)])
+def test_a_count_that_is_set_while_rows_wait_is_the_one_from_which_the_next_step_goes_on(count: Any) -> None:
+    """As with torch.optim.Adam; what rows have waited for so far, they take with the old one."""
+    module, dense = embedding(6, 3), table(6, 3, dtype=torch.float64)
+    dense.data.copy_(module.weight.data)
+    ours, theirs = DeferredAdam(module, lr=0.1), torch.optim.Adam([dense], lr=0.1)
+    for number, ids in enumerate([[0, 1, 2, 3, 4, 5], [1], [1], [1], [2], [2]]):
+        if number == 4:
+            ours.state[module.weight]["step"] = copy.deepcopy(count)
+            theirs.state[dense]["step"] = torch.tensor(7.0)
+        grad = rows_of(dense, ids)
+        ours.catch_up(module.weight, torch.tensor(ids))
+        step_with(ours, module.weight, grad)
+        step_with(theirs, dense, grad.to_dense())
+    ours.flush()
+    torch.testing.assert_close(module.weight, dense, rtol=1e-13, atol=1e-13)
+    assert int(ours.state[module.weight]["step"]) == 9
+
+
+def test_a_refused_state_dict_leaves_rows_waiting() -> None:
+    module = embedding(6, 3)
+    optimizer = DeferredAdam(module, lr=0.1)
+    for ids in ([0, 1, 2, 3, 4, 5], [1], [1]):
+        optimizer.zero_grad()
+        module(torch.tensor(ids)).square().sum().backward()
+        optimizer.step()
+    saved = copy.deepcopy(DeferredAdam(embedding(6, 3)).state_dict())
+    saved["state"][0] = {"step": -1}
+    before = Snapshot(optimizer)
+    with pytest.raises(ValueError, match="expected an integer step count"):
+        optimizer.load_state_dict(saved)
+    before.assert_unchanged()
+
+
+@KINDS
+def test_a_parameter_of_integers_may_be_in_the_list(kind: Kind) -> None:
+    """But it cannot be stepped."""
+    frozen, weights = Parameter(torch.arange(6), requires_grad=False), table(6, 3)
+    optimizer: Any = kind([frozen, weights], lr=0.1)
+    step_with(optimizer, weights, rows_of(weights, [1]))
+    assert frozen.tolist() == list(range(6))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    before = weights.detach().clone()
+    frozen.grad = torch.ones(6, dtype=torch.int64)
+    with pytest.raises(TypeError, match=r"parameter 0 of group 0: .*dtype torch.int64; expected a 16-, 32- or"):
+        optimizer.step()
+    assert torch.equal(weights, before)
+
+
+@KINDS
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_parameter_of_8_bits_cannot_be_stepped(kind: Kind, sparse: bool) -> None:
+    small = nn.Parameter(torch.ones(6, 3).to(torch.float8_e4m3fn), requires_grad=False)
+    weights = table(6, 3)
+    optimizer: Any = kind([weights, small], lr=0.1)
+    set_grad(small, rows_of(weights, [1]) if sparse else torch.ones(6, 3))
+    weights.grad = rows_of(weights, [2])
+    before = weights.detach().clone()
+    with pytest.raises(TypeError, match=r"parameter 1 of group 0: .*float8_e4m3fn; expected a 16-, 32- or 64-bit"):
+        optimizer.step()
+    assert torch.equal(weights, before)
+
+
+@KINDS
+def test_complex_parameters_are_refused(kind: Kind) -> None:
+    with pytest.raises(ValueError, match=r"Complex params at indices \[\[0, 1\]\]"):
+        kind([table(6, 3), Parameter(torch.ones(2, dtype=torch.complex64))])

@@ -1,0 +1,283 @@
+"""State dicts pass both ways with torch.optim.SparseAdam and torch.optim.Adam, and the run goes on as before."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from rowstep import SparseAdam
+from tests.helpers.gradients import copy_of, ids_at_most_twice, rows_of, same_bits, step_with, table
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+
+def run(optimizer: Optimizer, param: Tensor, steps: range, *, dense: bool = False) -> None:
+    """Steps with gradients that depend on the step's number only."""
+    for step in steps:
+        torch.manual_seed(step)
+        grad = torch.randn_like(param) if dense else rows_of(param, ids_at_most_twice(len(param), len(param)))
+        step_with(optimizer, param, grad)
+
+
+def handed_over(first: Optimizer, second: Optimizer) -> None:
+    """Load the first optimizer's state into the second, through a file as a user would."""
+    second.load_state_dict(through_a_file(first.state_dict()))
+
+
+def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state_dict, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+@pytest.mark.parametrize("to_ours", [True, False])
+@pytest.mark.parametrize("options", [{}, {"lr": 0.05, "betas": (0.8, 0.9), "eps": 1e-4, "maximize": True}], ids=str)
+def test_sparse_adam_hands_over_in_the_middle_of_a_run(to_ours: bool, options: dict[str, Any]) -> None:
+    classes = (torch.optim.SparseAdam, SparseAdam) if to_ours else (SparseAdam, torch.optim.SparseAdam)
+    param, whole = table(30, 4), table(30, 4)
+    whole.data.copy_(param.data)
+    first, reference = classes[0]([param], **options), torch.optim.SparseAdam([whole], **options)
+    run(first, param, range(8))
+    second = classes[1]([param])
+    handed_over(first, second)
+    run(second, param, range(8, 16))
+    run(reference, whole, range(16))
+    assert second.state[param]["step"] == 16
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert same_bits(second.state[param][key], reference.state[whole][key])
+    torch.testing.assert_close(param, whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("to_ours", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"weight_decay": 0.1, "amsgrad": True}, {"weight_decay": 0.1, "decoupled_weight_decay": True}],
+    ids=str,
+)
+def test_adam_hands_over_in_the_middle_of_a_run(to_ours: bool, fused: bool, options: dict[str, Any]) -> None:
+    param, whole = table(10, 4), table(10, 4)
+    whole.data.copy_(param.data)
+    adam, ours = torch.optim.Adam([param], fused=fused, **options), SparseAdam([param], **options)
+    first, second = (adam, SparseAdam([param])) if to_ours else (ours, torch.optim.Adam([param]))
+    run(first, param, range(8), dense=True)
+    handed_over(first, second)
+    run(second, param, range(8, 16), dense=True)
+    run(torch.optim.Adam([whole], fused=fused, **options), whole, range(16), dense=True)
+    assert int(second.state[param]["step"]) == 16
+    torch.testing.assert_close(param, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_sparse_steps_load_into_adam() -> None:
+    # torch.optim.SparseAdam's own state dict raises KeyError 'weight_decay' in Adam's step.
+    param = table(10, 4)
+    ours, adam = SparseAdam([param]), torch.optim.Adam([param])
+    run(ours, param, range(3))
+    handed_over(ours, adam)
+    run(adam, param, range(3, 5), dense=True)
+    assert adam.state[param]["step"].item() == 5
+
+
+def test_adam_steps_go_on_with_sparse_gradients() -> None:
+    param, twin = table(10, 4), table(10, 4)
+    twin.data.copy_(param.data)
+    adam, ours, reference = torch.optim.Adam([param]), SparseAdam([param]), torch.optim.SparseAdam([twin])
+    run(adam, param, range(3), dense=True)
+    handed_over(adam, ours)
+    state = adam.state[param]
+    reference.state[twin] = {key: state[key].clone() for key in ("exp_avg", "exp_avg_sq")} | {"step": 3}
+    twin.data.copy_(param.data)
+    run(ours, param, range(3, 6))
+    run(reference, twin, range(3, 6))
+    assert ours.state[param]["step"] == 6
+    torch.testing.assert_close(param, twin, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [3, 3.0, torch.tensor(3), torch.tensor(3.0), torch.tensor([3.0]), torch.tensor(3.0, dtype=torch.float64)],
+    ids=repr,
+)
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_loaded_step_may_be_any_number(step: float | Tensor, dense: bool) -> None:
+    param, whole = table(10, 4), table(10, 4)
+    whole.data.copy_(param.data)
+    first, reference = SparseAdam([param]), SparseAdam([whole])
+    run(first, param, range(3), dense=dense)
+    saved = through_a_file(first.state_dict())
+    saved["state"][0]["step"] = step.clone() if isinstance(step, Tensor) else step
+    second = SparseAdam([param])
+    second.load_state_dict(saved)
+    run(second, param, range(3, 6), dense=dense)
+    run(reference, whole, range(6), dense=dense)
+    assert int(second.state[param]["step"]) == 6
+    torch.testing.assert_close(param, whole, rtol=1e-6, atol=1e-6)
+
+
+def test_a_loaded_group_may_lack_keys() -> None:
+    param, whole = table(10, 4), table(10, 4)
+    whole.data.copy_(param.data)
+    first, reference = SparseAdam([param]), SparseAdam([whole])
+    run(first, param, range(3))
+    saved = first.state_dict()
+    for key in set(saved["param_groups"][0]) - {"params", "lr", "betas", "eps"}:
+        del saved["param_groups"][0][key]
+    second = SparseAdam([param])
+    expected = dict(second.defaults)
+    second.load_state_dict(saved)
+    assert {key: second.param_groups[0][key] for key in expected} == expected
+    run(second, param, range(3, 6))
+    run(reference, whole, range(6))
+    assert same_bits(param, whole)
+
+
+OURS: dict[str, Any] = {
+    "weight_decay": 0.1,
+    "amsgrad": True,
+    "bias_correction": "row",
+    "nonfinite": "skip",
+    "maximize": True,
+}
+
+
+@pytest.mark.parametrize("options", [{}, OURS], ids=["plain", "all"])
+@pytest.mark.parametrize("way", ["state_dict", "pickle", "deepcopy", "torch.save"])
+def test_a_run_goes_on_after_every_way_of_copying(way: str, options: dict[str, Any]) -> None:
+    param, whole = table(10, 4), table(10, 4)
+    whole.data.copy_(param.data)
+    first, reference = SparseAdam([param], **options), SparseAdam([whole], **options)
+    run(first, param, range(4))
+    if way == "state_dict":
+        second = SparseAdam([copy_of(param)])
+        second.load_state_dict(through_a_file(first.state_dict()))
+    elif way == "pickle":
+        second = pickle.loads(pickle.dumps(first))
+    elif way == "deepcopy":
+        second = copy.deepcopy(first)
+    else:
+        file = io.BytesIO()
+        torch.save(first, file)
+        file.seek(0)
+        second = torch.load(file, weights_only=False)
+    (twin,) = second.param_groups[0]["params"]
+    before = param.detach().clone()
+    run(second, twin, range(4, 8))
+    run(reference, whole, range(8))
+    assert same_bits(twin, whole)
+    assert second.state[twin].keys() == reference.state[whole].keys()
+    assert same_bits(param, before)
+    assert first.state[param]["step"] == 4
+    second.add_param_group({"params": [table(2, 2)]})
+    assert len(second.param_groups) == 2
+
+
+def test_a_copy_of_a_model_and_its_optimizer_stay_together() -> None:
+    model = nn.Embedding(10, 4, sparse=True)
+    optimizer = SparseAdam(model.parameters())
+    run(optimizer, model.weight, range(2))
+    model_copy, optimizer_copy = copy.deepcopy((model, optimizer))
+    assert optimizer_copy.param_groups[0]["params"][0] is model_copy.weight
+    run(optimizer_copy, model_copy.weight, range(2, 4))
+    assert not torch.equal(model.weight, model_copy.weight)
+
+
+@pytest.mark.parametrize("way", ["pickle", "deepcopy"])
+def test_copies_keep_the_count_of_skipped_rows(way: str) -> None:
+    param = table(4, 2)
+    optimizer = SparseAdam([param], nonfinite="skip")
+    step_with(optimizer, param, rows_of(param, [1, 2], torch.nan))
+    twin = copy.deepcopy(optimizer) if way == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
+    assert twin.skipped_rows == 2
+
+
+def test_row_steps_stay_integers_under_parameters_that_cannot_count() -> None:
+    param = table(3, 2, dtype=torch.bfloat16)
+    optimizer = SparseAdam([param], bias_correction="row")
+    step_with(optimizer, param, rows_of(param, [1]))
+    saved = through_a_file(optimizer.state_dict())
+    saved["state"][0]["row_step"][1] = 257  # in bfloat16: 256
+    optimizer.load_state_dict(saved)
+    assert optimizer.state[param]["row_step"].dtype == torch.int64
+    step_with(optimizer, param, rows_of(param, [1]))
+    assert optimizer.state[param]["row_step"].tolist() == [0, 258, 0]
+    assert saved["state"][0]["row_step"].tolist() == [0, 257, 0]
+
+
+def test_row_steps_begin_with_the_history_of_a_loaded_state() -> None:
+    param = table(3, 2)
+    first = torch.optim.SparseAdam([param])
+    for _ in range(5):
+        step_with(first, param, rows_of(param, [1]))
+    second = SparseAdam([param], bias_correction="row")
+    handed_over(first, second)
+    step_with(second, param, rows_of(param, [1, 2]))
+    assert second.state[param]["row_step"].tolist() == [0, 6, 1]
+
+
+def test_amsgrad_begins_with_a_loaded_state() -> None:
+    param = table(3, 2)
+    first = torch.optim.SparseAdam([param])
+    step_with(first, param, rows_of(param, [1]))
+    second = SparseAdam([param], amsgrad=True)
+    handed_over(first, second)
+    step_with(second, param, rows_of(param, [1]))
+    state = second.state[param]
+    assert same_bits(state["max_exp_avg_sq"], state["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_loading_casts_the_moments_to_the_parameters_dtype(dtype: torch.dtype) -> None:
+    param, cast = table(6, 2), table(6, 2, dtype=dtype)
+    first, second = SparseAdam([param]), SparseAdam([cast])
+    run(first, param, range(2))
+    handed_over(first, second)
+    assert second.state[cast]["exp_avg"].dtype == dtype
+    run(second, cast, range(2, 4))
+    assert second.state[cast]["step"] == 4
+
+
+def test_a_state_dict_without_steps_loads() -> None:
+    param = table(6, 2)
+    optimizer = SparseAdam([param])
+    handed_over(SparseAdam([copy_of(param)], lr=0.5), optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert not optimizer.state
+
+
+def test_tables_and_states_in_shared_memory() -> None:
+    model, twin = nn.Embedding(10, 4, sparse=True), nn.Embedding(10, 4, sparse=True)
+    twin.load_state_dict(model.state_dict())
+    model.share_memory()
+    optimizer, reference = SparseAdam(model.parameters()), SparseAdam(twin.parameters())
+    run(optimizer, model.weight, range(2))
+    for key in ("exp_avg", "exp_avg_sq"):
+        optimizer.state[model.weight][key].share_memory_()
+    run(optimizer, model.weight, range(2, 4))
+    run(reference, twin.weight, range(4))
+    for shared in (model.weight.data, optimizer.state[model.weight]["exp_avg"]):
+        assert shared.is_shared()
+    assert same_bits(model.weight, twin.weight)
+
+
+def test_large_moments_can_be_shared_copied_and_saved() -> None:
+    # Moments from 8 MiB on are allocated in another way.
+    param = Parameter(torch.zeros(2**20, 3))
+    optimizer = SparseAdam([param])
+    step_with(optimizer, param, rows_of(param, [2**20 - 1], 1.0))
+    moment = optimizer.state[param]["exp_avg"]
+    assert moment.nonzero()[:, 0].unique().tolist() == [2**20 - 1]
+    for twin in (copy.deepcopy(moment), pickle.loads(pickle.dumps(moment)), through_a_file({"m": moment})["m"]):
+        assert same_bits(twin, moment)
+    moment.share_memory_()
+    step_with(optimizer, param, rows_of(param, [0], 1.0))
+    assert moment[0].tolist() == pytest.approx([0.1, 0.1, 0.1])
