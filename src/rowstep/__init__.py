@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import checkpoint as checkpoint
     from ._clip import clip_grad_norm_ as clip_grad_norm_
     from ._clip import clip_grad_value_ as clip_grad_value_
     from ._deferred import DeferredAdam as DeferredAdam
@@ -27,8 +26,6 @@ _HOME = {
     "select_rows_": "._rows",
 }
 
-_MODULES = ("checkpoint",)
-
 __all__ = [
     "DeferredAdam",
     "DeferredAdamW",
@@ -41,15 +38,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME and name not in _MODULES:
+    if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
     import_module("._torch_version", __name__)  # first of all: it refuses a torch that is too old
-    if name in _MODULES:
-        return import_module(f".{name}", __name__)
     return getattr(import_module(_HOME[name], __name__), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME, *_MODULES])
+    return sorted([*globals(), *_HOME])

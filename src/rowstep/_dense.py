@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from ._gradient import by_first_dimension
-from ._state import MOMENTS, State, count_tensor, largest_count, lasting
+from ._state import MOMENTS, State, count_tensor, largest_count
 from ._torch_internals import writes_to
 
 # Per parameter: itself, its gradient, its state with moments.
@@ -91,10 +90,9 @@ class _Canaries(threading.local):
         """One whose first moment is 0, and will not be once it has been stepped, whatever the betas."""
         key = like.device, like.dtype
         if key not in self._known:
-            with lasting():
-                tensors = {name: like.new_zeros(1) for name in ("param", *MOMENTS)}
-                state: State = tensors | {"step": torch.zeros((), device=like.device)}
-                self._known[key] = state.pop("param"), like.new_full((1,), 1e4), state
+            tensors = {name: like.new_zeros(1) for name in ("param", *MOMENTS)}
+            state: State = tensors | {"step": torch.zeros((), device=like.device)}
+            self._known[key] = state.pop("param"), like.new_full((1,), 1e4), state
         canary = self._known[key]
         canary[2]["exp_avg"].zero_()
         return canary
@@ -135,24 +133,3 @@ def _call_torch(items: list[_Operands], group: Mapping[str, Any], *, fused: bool
         maximize=bool(group["maximize"]),
         decoupled_weight_decay=bool(group["decoupled_weight_decay"]),
     )
-
-
-def nonfinite_rows(grad: Tensor) -> Tensor:
-    """The rows, along the first dimension, that hold a number which is not finite."""
-    return by_first_dimension(grad).isfinite().all(dim=1).logical_not().nonzero().squeeze(1)
-
-
-class Untouched:
-    """Puts rows of a parameter and its state back as they were, after an update that does not know how to skip them."""
-
-    def __init__(self, param: Tensor, state: State, rows: Tensor) -> None:
-        self._rows, self.count = rows, len(rows)
-        self._tables = [
-            table if table.dim() else table.unsqueeze(0)
-            for table in (param, *(state[key] for key in MOMENTS if key in state))
-        ]
-        self._before = [table.index_select(0, rows) for table in self._tables]
-
-    def restore(self) -> None:
-        for table, before in zip(self._tables, self._before, strict=True):
-            table.index_copy_(0, self._rows, before)

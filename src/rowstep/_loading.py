@@ -1,4 +1,4 @@
-"""What of a state dict is believed: nothing, before it has been looked at.
+"""Validate a state dict before any of it is loaded.
 
 A state dict comes from a file, from another version or from a program that edited it. Whatever is wrong with it, it is
 refused as a whole, with the reason, before anything of the optimizer has changed.
@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim.optimizer import StateDict
 
-from ._memory import has_memory, lost_memory, span
+from ._memory import address_of, has_memory, lost_memory
 from ._rules.adam import SLOTS
 from ._state import (
     FLOATS,
@@ -25,12 +24,10 @@ from ._state import (
     State,
     described,
     largest_count,
-    lasting,
     miscount,
     missing,
     moment_flaw,
 )
-from ._waiting import plain_class
 
 
 def check_structure(state_dict: Any) -> None:
@@ -59,16 +56,14 @@ def _check_numbers(group: Mapping[str, Any], index: int) -> None:
 
 def check_states(state_dict: StateDict, params: Sequence[Tensor]) -> None:
     """Raise unless every state of a well-formed state dict can be that of the parameter it will be loaded for."""
-    weights: list[_Piece] = []
-    moments: list[_Piece] = []
+    weights: dict[str, Tensor] = {}
+    moments: dict[str, Tensor] = {}
     for number, param in _param_of_each_number(state_dict, params).items():
         state = state_dict["state"].get(number, {})
         if reason := _flaw(state, param):
             raise ValueError(f"the loaded state of parameter {number}: {reason}")
-        weights += _memory(f"the weights of parameter {number}", param)
-        for key in OF_MOMENTS:
-            if key in state:
-                moments += _memory(f"{key!r} of parameter {number}", state[key])
+        weights[f"the weights of parameter {number}"] = param
+        moments |= {f"{key!r} of parameter {number}": state[key] for key in OF_MOMENTS if key in state}
     _refuse_shared_memory(weights, moments)
 
 
@@ -112,15 +107,6 @@ def separate_counts(states: Sequence[State]) -> None:
             taken.add(step.data_ptr())
 
 
-def outlast_inference(states: Sequence[State]) -> None:
-    """Copy what was loaded in inference mode: the next step, outside of it, could not write to such tensors."""
-    with lasting():
-        for state in states:
-            for name, slot in state.items():
-                if isinstance(slot, Tensor) and slot.is_inference():
-                    state[name] = slot.clone()
-
-
 def tidied(state: State) -> State:
     """A state without the empty dicts that torch makes of what a flattened state dict lacks."""
     return {key: value for key, value in state.items() if not (isinstance(value, dict) and not value)}
@@ -144,7 +130,7 @@ def uncast_slots(
             loaded = state[slot.name]
             if slot.dtype == "int64":
                 slots[slot.name] = loaded.to(param.device, torch.int64, copy=True)
-            elif slot.dtype in ("wide", "float64") or (slot.dtype == "state" and asked_for not in (None, param.dtype)):
+            elif slot.dtype == "wide" or (slot.dtype == "state" and asked_for not in (None, param.dtype)):
                 slots[slot.name] = loaded.to(param.device)
         yield param, slots
 
@@ -173,9 +159,8 @@ def _flaw(state: State, param: Tensor) -> str | None:
     for key in MOMENTS:
         if key in state and (reason := _moment_flaw(state[key], param)):
             return f"{key!r} is {described(state[key])}; expected {reason}"
-    for key in ("exp_avg_sq_row", "exp_avg_sq_column", "exp_avg_sq_sum"):
-        if key in state and (reason := _part_flaw(key, state, param)):
-            return f"{key!r} is {described(state[key])}; expected {reason}"
+    if "exp_avg_sq_row" in state and (reason := _row_moment_flaw(state["exp_avg_sq_row"], param)):
+        return f"'exp_avg_sq_row' is {described(state['exp_avg_sq_row'])}; expected {reason}"
     if "row_step" in state and (reason := _counts_flaw(state["row_step"], param)):
         return f"'row_step' is {described(state['row_step'])}; expected {reason}"
     return miscount(state["step"]) if "step" in state else None
@@ -189,16 +174,13 @@ def _moment_flaw(moment: object, param: Tensor) -> str | None:
     return moment_flaw(moment)
 
 
-def _part_flaw(key: str, state: State, param: Tensor) -> str | None:
-    """What is wrong with a part of a second moment that is not kept per element, or None."""
-    slot, row = state[key], state.get("exp_avg_sq_row")
-    lead = row.dim() if isinstance(row, Tensor) else 1
-    shape = {"exp_avg_sq_row": param.shape[:lead], "exp_avg_sq_column": param.shape[lead:]}.get(key, torch.Size())
-    if isinstance(slot, Tensor) and slot.is_meta and not param.is_meta:
+def _row_moment_flaw(moment: object, param: Tensor) -> str | None:
+    """What is wrong with a second moment per row, or None."""
+    if isinstance(moment, Tensor) and moment.is_meta and not param.is_meta:
         return "a tensor with data"
-    if isinstance(slot, Tensor) and slot.shape != shape:
+    if isinstance(moment, Tensor) and moment.shape != (shape := param.shape[: moment.dim()]):
         return f"shape {tuple(shape)}, for a parameter of shape {tuple(param.shape)}"
-    return moment_flaw(slot)
+    return moment_flaw(moment)
 
 
 # The integers that torch computes with. It counts in floating point too; FLOATS are those it can compare with others.
@@ -220,31 +202,13 @@ def _counts_flaw(counts: object, param: Tensor) -> str | None:
     return None
 
 
-_Piece = tuple[int, int, str]
-"""Where memory begins and ends, and whose it is."""
-
-
-def _memory(name: str, tensor: Tensor) -> list[_Piece]:
-    """Where a tensor lies, if it lies in one piece of this machine's memory."""
-    if plain_class(tensor) not in (Tensor, Parameter) or not tensor.is_cpu or span(tensor) != tensor.numel():
-        return []
-    start = tensor.data_ptr()
-    return [(start, start + tensor.nbytes, name)] if tensor.nbytes else []
-
-
-def _refuse_shared_memory(weights: list[_Piece], moments: list[_Piece]) -> None:
-    """Raise if a moment shares memory with anything; weights may share it with each other."""
-    own = set(moments)
-    reached: dict[bool, _Piece] = {}  # of the weights and of the moments so far, the piece that ends last
-    for piece in sorted(weights + moments):
-        is_moment = piece in own
-        for other_is_moment, other in reached.items():
-            if piece[0] < other[1] and (is_moment or other_is_moment):
-                raise ValueError(
-                    f"the loaded state: {other[2]} and {piece[2]} share memory; expected separate memory for each"
-                )
-        if is_moment not in reached or reached[is_moment][1] < piece[1]:
-            reached[is_moment] = piece
+def _refuse_shared_memory(weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:
+    """Raise if a moment begins where other moments or weights do. Weights may share memory: parameters may be tied."""
+    owners = {address: name for name, param in weights.items() if (address := address_of(param)) is not None}
+    for name, tensor in moments.items():
+        address = address_of(tensor)
+        if address is not None and (owner := owners.setdefault(address, name)) != name:
+            raise ValueError(f"the loaded state: {owner} and {name} share memory; expected separate memory for each")
 
 
 def _kind(value: object) -> str:

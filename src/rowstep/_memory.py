@@ -1,8 +1,11 @@
-"""The memory under a tensor: whether all of it is there, and whether every number has a place of its own."""
+"""The memory under a tensor: where it is, whether all of it is there, and whether every number has its own place."""
 
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import Parameter
+
+from ._waiting import plain_class
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -11,6 +14,15 @@ def has_memory(tensor: Tensor) -> bool:
     if tensor.is_contiguous():
         return size >= offset * tensor.itemsize + tensor.nbytes if offset else size >= tensor.nbytes
     return size >= (offset + span(tensor)) * tensor.itemsize
+
+
+def address_of(tensor: Tensor) -> int | None:
+    """Where a tensor begins in this machine's memory, or None if it has no numbers there.
+
+    What only wraps other tensors, as a DTensor does, has an address that means nothing.
+    """
+    is_plain = plain_class(tensor) in (Tensor, Parameter)
+    return tensor.data_ptr() if is_plain and tensor.is_cpu and tensor.numel() else None
 
 
 def lost_memory(name: str, tensor: Tensor) -> str:

@@ -7,11 +7,9 @@ taken its step whole or not at all, and the next step goes on from there.
 
 from __future__ import annotations
 
-import functools
 import operator
 import threading
 import warnings
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
@@ -21,13 +19,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
 from . import _backends, _dense, _part, _rows
-from ._backends import WHOLE, Backend, Batch, Extent, Outcome, RowUpdate
-from ._conform import conform
+from ._backends import Backend, Batch, Outcome, RowUpdate
+from ._convert import convert, refuse_row_moment
 from ._loading import (
     check_slots,
     check_states,
     check_structure,
-    outlast_inference,
     separate_counts,
     tidied,
     uncast_slots,
@@ -43,7 +40,7 @@ from ._options import (
 )
 from ._plan import DenseStep, Group, Plan, RowStep, checked_gradient, steps_taken
 from ._rows import Init
-from ._rules.adam import AS_TORCH, kept_under
+from ._rules.adam import kept_under
 from ._state import State, allocate, ensure_moments, misfit
 from ._torch_internals import never_compiled, plainly
 from ._waiting import take_over
@@ -136,37 +133,12 @@ class RowOptimizer(Optimizer):
         with self._lock:
             self._finish_step()
             backend = _backends.chosen()
-            plans = plainly(self._plans_with_peers, backend)
+            plans = plainly(self._plans, backend)
             for plan in plans:
                 plainly(self._apply_rows, plan, backend)
                 if plan.dense:
                     self._step_dense(plan.dense, plan.group, backend)
         return loss
-
-    def _plans_with_peers(self, backend: Backend) -> list[Plan]:
-        """The plans of all groups. Where a step needs what other ranks have, it is taken by all of them or by none."""
-        factored = [group for group in self.param_groups if group.get("second_moment") == "factored"]
-        if not factored:
-            return self._plans(backend)
-        peers = _part.peers_of([param for group in factored for param in group["params"]])
-        if not peers:
-            return self._plans(backend)
-        plans: list[Plan] = []
-
-        def plan() -> float:
-            if not plans:
-                plans.extend(self._plans(backend))
-            alike = [param for param in self._all_params() if _part.is_alike_on_all_ranks(param)]
-            return float(zlib.crc32(bytes(param.grad is not None for param in alike)))
-
-        tables = _part.identities(self._all_params())
-        for each in peers:
-            if len(set(each.gather_numbers(plan, "step with factored moments", tables))) > 1:
-                raise RuntimeError(
-                    "ranks have gradients for different parameters; expected the same ones on every rank, because "
-                    "second_moment='factored' adds up the columns of a sharded table over all ranks"
-                )
-        return plans
 
     def _plans(self, backend: Backend) -> list[Plan]:
         return [self._plan(index, group, backend) for index, group in enumerate(self.param_groups)]
@@ -181,6 +153,7 @@ class RowOptimizer(Optimizer):
                 continue
             try:
                 state = self.state.get(param, {})
+                refuse_row_moment(state, group["second_moment"])
                 self._plan_parameter(plan, param, checked_gradient(param, grad), state, steps_taken(state), backend)
             except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as flaw:
                 raise type(flaw)(f"{parameter_name(group, group_index, index)}: {flaw}") from flaw
@@ -190,14 +163,6 @@ class RowOptimizer(Optimizer):
         """Take the planned row steps: all tables of a kind in one launch."""
         updates = [step.update or self._begin_rows(step, plan.group) for step in plan.rows]
         self._prepare(updates, backend)
-        if plan.group["second_moment"] != "factored":
-            self._make(updates, plan, backend)
-            return
-        for update in updates:  # one by one: a parameter may be listed twice, and ranks add up columns in one order
-            backend.take_columns(update, functools.partial(_part.summed_over_ranks, update.param))
-            self._make([update], plan, backend)
-
-    def _make(self, updates: Sequence[RowUpdate], plan: Plan, backend: Backend) -> None:
         for batch in backend.batches(updates):
             self._whole_or_not_at_all(batch, self._counter(batch.updates, plan.group, backend))
 
@@ -214,23 +179,15 @@ class RowOptimizer(Optimizer):
     def _prepare(self, updates: Sequence[RowUpdate], backend: Backend) -> None:
         """Called before these rows are looked at and stepped."""
 
-    def _extent(self, step: RowStep) -> Extent:
-        """Which rows of its table the parameter holds, where that matters."""
-        scalars = step.scalars
-        if scalars.kept is AS_TORCH and not scalars.rounds_weights:
-            return WHOLE
-        return _part.extent_of(step.param)
-
-    def _conform(self, step: RowStep, group: Group, lead: tuple[int, ...]) -> None:
-        """Let the state of a table be what the options ask for; say so if that takes more than to create it."""
+    def _convert(self, step: RowStep, group: Group, lead: tuple[int, ...]) -> None:
+        """Create the state of a table, or convert it to what the options keep, with a warning."""
         kept = step.scalars.kept
-        over_ranks = functools.partial(_part.summed_over_ranks, step.param)
-        words = conform(self.state[step.param], step.param, kept, lead, over_ranks)
+        words = convert(self.state[step.param], step.param, kept, lead)
         if words:
             index = next(index for index, param in enumerate(group["params"]) if param is step.param)
             at = next(at for at, other in enumerate(self.param_groups) if other is group)
             warnings.warn(
-                f"{parameter_name(group, at, index)}: its state was made to fit second_moment={kept.second!r} and "
+                f"{parameter_name(group, at, index)}: optimizer state converted to second_moment={kept.second!r} and "
                 f"state_dtype={kept.dtype}: {'; '.join(words)}",
                 stacklevel=8,
             )
@@ -248,7 +205,6 @@ class RowOptimizer(Optimizer):
 
         def finish() -> None:
             if outcome.is_complete:
-                batch.finish()
                 count(outcome)
 
         self._and_finish(lambda: batch.update(outcome), finish)
@@ -313,7 +269,7 @@ class RowOptimizer(Optimizer):
             >>> table.weight.shape, table.weight[4]
             (torch.Size([5, 2]), tensor([0., 0.], grad_fn=<SelectBackward0>))
         """
-        self._operate(param, lambda state: _rows.grow(param, state, rows, init, self._steps_of_rows(param, state)))
+        self._operate(param, lambda state: _rows.grow(param, state, rows, init))
 
     @torch.no_grad()
     def keep_rows(self, param: Tensor, mask_or_ids: Tensor) -> None:
@@ -383,11 +339,7 @@ class RowOptimizer(Optimizer):
         """
         self._group_of(param)
         rows = _rows.named_rows(param, ids)
-        self._operate(param, lambda state: _rows.reset(state, rows, self._steps_of_rows(param, state)))
-
-    def _steps_of_rows(self, param: Tensor, state: State) -> Tensor | None:
-        """How many steps each row has taken, if that has to be counted from now on."""
-        return None
+        self._operate(param, lambda state: _rows.reset(state, rows))
 
     def _operate(self, param: Tensor, change: Callable[[State], None]) -> None:
         """Change the rows of a parameter and of its state."""
@@ -475,7 +427,10 @@ class RowOptimizer(Optimizer):
                 where = f" in group {index} of the loaded state"
                 check_learning_rate((own | new)["lr"], zero_allowed=True, where=where)
                 self._check_group(own | new, where)
-                check_slots(own, new, [given["state"].get(number, {}) for number in new["params"]], where)
+                states = [given["state"].get(number, {}) for number in new["params"]]
+                check_slots(own, new, states, where)
+                for state in states:
+                    refuse_row_moment(state, (own | new)["second_moment"])
             return given
 
         def complete(optimizer: Optimizer) -> None:
@@ -487,7 +442,6 @@ class RowOptimizer(Optimizer):
             for param, slots in uncast_slots(given, list(zip(self._all_params(), groups, strict=True))):
                 if slots:
                     self.state[param].update(slots)
-            outlast_inference([self.state[param] for param in self._all_params() if param in self.state])
             self._loaded(given)
             self._allocate_for_shards()  # what was not in there has to be there for the next checkpoint
 

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
-from fractions import Fraction
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._memory import span
+from ._memory import address_of
 from ._rules.rounding import LARGEST_SEED
 
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -24,7 +22,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "force_sparse": (False, True),
     "bias_correction": ("global", "row"),
     "nonfinite": ("propagate", "skip", "raise"),
-    "second_moment": ("element", "row", "factored"),
+    "second_moment": ("element", "row"),
     "state_dtype": (None, torch.bfloat16, torch.float16, torch.float32, torch.float64),
     "stochastic_rounding": (False, True),
     "foreach": (None, False, True),
@@ -48,7 +46,7 @@ def check_learning_rate(lr: float | Tensor, *, zero_allowed: bool, where: str = 
 
 def check_is_number(lr: float | Tensor, where: str = "") -> None:
     """What torch's optimizers ask of an lr once they run: schedules may make it anything."""
-    if not isinstance(lr, (float, int)) and not _is_number(lr):
+    if not isinstance(lr, (float, int)) and _number(lr) is None:
         raise ValueError(f"Invalid learning rate: {_shown(lr)}{where}; expected a number or a one-element Tensor")
 
 
@@ -94,11 +92,6 @@ def _check_kept(group: Mapping[str, Any], where: str) -> None:
             f"amsgrad=True with second_moment={second!r} is not supported{where}: amsgrad keeps a maximum for every "
             "weight, which is what this second moment does without. Use amsgrad=False or second_moment='element'"
         )
-    if second == "factored" and group.get("bias_correction") == "row":
-        raise ValueError(
-            f"bias_correction='row' with second_moment='factored' is not supported{where}: its columns have one count "
-            "of steps for all rows. Use bias_correction='global' or second_moment='row'"
-        )
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed <= LARGEST_SEED:
         raise ValueError(f"Invalid seed: {seed!r}{where}; expected an integer in [0, 2^63)")
 
@@ -112,22 +105,19 @@ def refuse_idle_rounding(group: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _is_number(value: object) -> bool:
-    """Whether this is a real number that torch can compute with, or a Tensor of one."""
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_complex() and value.layout == torch.strided and not value.is_meta
-    return isinstance(value, Real) and not isinstance(value, Fraction)
+def _number(value: object) -> float | None:
+    """A number, or a Tensor or array of one, as a float; None if it is none."""
+    if isinstance(value, (str, bytes)) or (isinstance(value, Tensor) and value.numel() != 1):
+        return None
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (OverflowError, RuntimeError, TypeError, ValueError):
+        return None
 
 
 def _is_finite(value: object) -> bool:
-    """Whether this is a finite number, or a Tensor of one."""
-    if not _is_number(value):
-        return False
-    number: Any = value.item() if isinstance(value, Tensor) else value
-    try:
-        return math.isfinite(number)
-    except OverflowError:  # an int beyond float64
-        return False
+    number = _number(value)
+    return number is not None and math.isfinite(number)
 
 
 def _shown(value: object) -> str:
@@ -154,22 +144,18 @@ def check_layouts(groups: Sequence[Mapping[str, Any]], optimizer: str) -> None:
 
 def refuse_shared_weights(groups: Sequence[Mapping[str, Any]], those: Set[int]) -> None:
     """Raise if one of the parameters with these ids lies in memory that another parameter of the groups has too."""
-    spans = sorted(
-        (param.data_ptr(), param.data_ptr() + param.nbytes, id(param), at, index)
-        for at, group in enumerate(groups)
-        for index, param in enumerate(group["params"])
-        if param.nbytes and param.is_cpu and param.data_ptr() and span(param) == param.numel()  # none: it only wraps
-    )
-    reached, last = 0, 0  # how far the memory of those before this one goes, and whose it is
-    for start, end, this, at, index in spans:
-        if start < reached and this != last and (this in those or last in those):
-            raise ValueError(
-                f"{parameter_name(groups[at], at, index)}: it shares memory with another parameter of this optimizer; "
-                "expected memory of its own, because rows of one would wait while the other moves them. Use the same "
-                "Parameter in both places (one.weight = other.weight), or torch.optim.Adam"
-            )
-        if end > reached:
-            reached, last = end, this
+    owners: dict[int, Tensor] = {}
+    for at, group in enumerate(groups):
+        for index, param in enumerate(group["params"]):
+            address = address_of(param)
+            if address is None or (owner := owners.setdefault(address, param)) is param:
+                continue
+            if id(param) in those or id(owner) in those:
+                raise ValueError(
+                    f"{parameter_name(group, at, index)}: it shares memory with another parameter of this optimizer; "
+                    "expected memory of its own, because deferred updates would conflict. Use the same Parameter in "
+                    "both places (one.weight = other.weight), or torch.optim.Adam"
+                )
 
 
 def parameter_name(group: Mapping[str, Any], group_index: int, index: int) -> str:

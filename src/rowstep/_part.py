@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import StateDict
 
-from ._backends import WHOLE, Extent
 from ._layout import RowOrder, is_spread
 from ._state import MOMENTS, State, row_slots
 
@@ -43,9 +42,6 @@ class Peers(Protocol):
 
         So they do unless ranks come for the same, as ``what`` says in words, and ``about`` in plain values.
         """
-
-    def sum(self, local: Tensor, what: str, *about: object) -> Tensor:
-        """The sum of every rank's tensor of this shape, the same on all ranks, which come for the same."""
 
     def before_step(self) -> None:
         """Raise on all ranks if only some of them have run the backward pass of a lookup."""
@@ -134,31 +130,6 @@ def peers_of(params: Iterable[Tensor]) -> list[Peers]:
 def identities(params: Iterable[Tensor]) -> list[tuple[int, ...]]:
     """By which ranks know the tables of these parameters."""
     return [part.identity for param in params if (part := part_of(param)) is not None]
-
-
-def is_alike_on_all_ranks(param: Tensor) -> bool:
-    """Whether every rank has a gradient of this parameter if one has."""
-    part = part_of(param)
-    return part is None or part.where not in ("here", "elsewhere")
-
-
-def summed_over_ranks(param: Tensor, local: Tensor) -> Tensor:
-    """The sum over all parts of a parameter's table of something that each rank has measured on its own part."""
-    part = part_of(param)
-    if part is None or part.peers is None or part.where != "divided":
-        return local
-    return part.peers.sum(local, "sum of the columns of a table", part.identity)
-
-
-def extent_of(param: Tensor) -> Extent:
-    """Which rows of a table this parameter holds, as random rounding has to know."""
-    part = part_of(param)
-    if part is None:
-        return WHOLE
-    rows, multiplier, offset = part.order
-    if rows == 0:
-        return WHOLE
-    return Extent((part.positions.start - offset) % rows, pow(multiplier, -1, rows) if rows > 1 else 1, rows)
 
 
 def mark(param: Tensor, part: TablePart) -> None:

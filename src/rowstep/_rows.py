@@ -24,12 +24,8 @@ Init = Tensor | Callable[[Tensor], object]
 """The weights of new rows, or a function that fills zeros in place, as ``torch.nn.init``'s do, or returns weights."""
 
 
-@torch.inference_mode(False)
-def grow(param: Tensor, state: State, count: int, init: Init, row_steps: Tensor | None = None) -> None:
-    """Append ``count`` rows with the weights ``init``, or what it makes of them, and the state of rows never seen.
-
-    ``row_steps`` are counts of the rows so far, to take the place of those in the state.
-    """
+def grow(param: Tensor, state: State, count: int, init: Init) -> None:
+    """Append ``count`` rows with the weights ``init``, or what it makes of them, and the state of rows never seen."""
     _refuse_a_part(param)
     if not isinstance(count, int) or count < 0:
         raise ValueError(f"rows is {count}; expected the number of rows to add, 0 or more")
@@ -45,52 +41,32 @@ def grow(param: Tensor, state: State, count: int, init: Init, row_steps: Tensor 
             raise ValueError(f"init has shape {tuple(made.shape)}; expected {tuple(new.shape)}")
         new.copy_(made)
     changed = {}
-    before = state if row_steps is None else state | {"row_step": row_steps}
-    for name in row_slots(before):
-        changed[name] = zeros_like(before[name].new_empty(old + count, *before[name].shape[1:]))
-        changed[name][:old] = before[name]
-    replace_table(param, table, state, _with_sum(changed, state))
+    for name in row_slots(state):
+        changed[name] = zeros_like(state[name].new_empty(old + count, *state[name].shape[1:]))
+        changed[name][:old] = state[name]
+    replace_table(param, table, state, changed)
 
 
-@torch.inference_mode(False)
 def keep(param: Tensor, state: State, rows: Tensor) -> None:
     """Keep these rows, in this order, and drop the others."""
     _refuse_a_part(param)
     changed = {name: state[name].index_select(0, rows) for name in row_slots(state)}
-    replace_table(param, param.detach().index_select(0, rows), state, _with_sum(changed, state))
+    replace_table(param, param.detach().index_select(0, rows), state, changed)
 
 
-@torch.inference_mode(False)
-def reset(state: State, rows: Tensor, row_steps: Tensor | None = None) -> None:
+def reset(state: State, rows: Tensor) -> None:
     """Give these rows the state of rows never seen. Their weights are left to the caller.
 
-    No row moves, so gradients and graphs stay good. ``row_steps`` are as for ``grow``.
+    No row moves, so gradients and graphs stay good.
     """
     before = [(state[name], state[name].index_select(0, rows)) for name in row_slots(state)]
-    blank = state["row_step"].clone() if row_steps is not None else None
-    total = state["exp_avg_sq_sum"].clone() if "exp_avg_sq_sum" in state else None
     try:
-        if row_steps is not None:
-            state["row_step"].copy_(row_steps)
         for tensor, _ in before:
             tensor.index_fill_(0, rows, 0)
-        if total is not None:
-            state["exp_avg_sq_sum"].copy_(state["exp_avg_sq_row"].sum(dtype=torch.float64))
     except BaseException:
-        if total is not None:
-            state["exp_avg_sq_sum"].copy_(total)
-        if blank is not None:
-            state["row_step"].copy_(blank)
         for tensor, values in before:
             tensor.index_copy_(0, rows, values)
         raise
-
-
-def _with_sum(changed: State, state: State) -> State:
-    """The changed slots, and the sum over all rows where the state has one."""
-    if "exp_avg_sq_sum" not in state:
-        return changed
-    return changed | {"exp_avg_sq_sum": changed["exp_avg_sq_row"].sum(dtype=torch.float64)}
 
 
 def named_rows(param: Tensor, mask_or_ids: Tensor) -> Tensor:

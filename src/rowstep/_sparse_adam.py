@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from . import _dense
 from ._backends import Addresses, Backend, Outcome, RowUpdate, admit, admit_counts, admit_state
 from ._gradient import RowGradient, all_rows, nonzero_rows, row_gradient
 from ._optimizer import RowOptimizer
 from ._plan import DenseStep, Group, Plan, RowStep, is_kept_as_a_table, refuse_outside
-from ._row_steps import RowSteps, ensure_slot
 from ._rules.adam import kept_under
-from ._state import MOMENTS, State, ensure_moments, has_moments
+from ._state import MOMENTS, State, ensure_moments, ensure_row_steps, has_moments
 
 
 class SparseAdam(RowOptimizer):
@@ -53,14 +51,13 @@ class SparseAdam(RowOptimizer):
             touched.
         bias_correction: ``"global"`` corrects by the parameter's step count, as torch does. ``"row"`` counts each row's
             own steps, so a row first seen late moves by lr. Global correction moves such a row by up to
-            (1 - β₁) / √(1 - β₂) times lr.
+            (1 - β₁) / √(1 - β₂) times lr. A dense gradient is a step of every row, corrected as in torch.
         nonfinite: what to do with a row whose summed gradient is not finite. ``"propagate"`` steps it, as torch does;
             ``"skip"`` leaves the row unchanged and counts it in ``skipped_rows``; ``"raise"`` raises
-            FloatingPointError before anything is written. In a dense gradient, a row is a slice along the first
-            dimension.
+            FloatingPointError before anything is written. A dense gradient steps as in torch.
         second_moment: what tables keep of squared gradients: ``"element"`` one number per weight, ``"row"`` one per
-            row, their mean, ``"factored"`` one per row and one per column. With ``"row"`` or ``"factored"`` and
-            ``betas=(0, beta2)``, no first moment is kept either. See ``docs/memory.md``.
+            row, their mean. With ``"row"`` and ``betas=(0, beta2)``, no first moment is kept either. See
+            ``docs/memory.md``.
         state_dtype: the dtype of what tables keep per weight; by default the parameter's. 16 bits are rounded up or
             down at random, so that small changes are not lost. What is kept per row is at least float32.
         stochastic_rounding: round weights of 16 bits at random as well.
@@ -130,7 +127,6 @@ class SparseAdam(RowOptimizer):
         }
         super().__init__(params, defaults)
         self.skipped_rows = 0
-        self._row_steps = RowSteps()
 
     def _plan_parameter(
         self, plan: Plan, param: Tensor, grad: Tensor, state: State, taken: int, backend: Backend
@@ -142,12 +138,10 @@ class SparseAdam(RowOptimizer):
         else:
             refuse_outside(gradient, backend)
             plan.rows.append(self._row_step(plan, param, gradient, as_dense, state, at, taken))
-        if group["nonfinite"] == "raise" and (
-            backend.has_nonfinite(gradient) if gradient is not None else not bool(grad.isfinite().all())
-        ):
-            raise FloatingPointError(
-                "the gradient has a non-finite row; expected finite values, because nonfinite='raise' is set"
-            )
+            if group["nonfinite"] == "raise" and backend.has_nonfinite(gradient):
+                raise FloatingPointError(
+                    "the gradient has a non-finite row; expected finite values, because nonfinite='raise' is set"
+                )
 
     def _row_step(
         self,
@@ -162,11 +156,10 @@ class SparseAdam(RowOptimizer):
         count = plan.count_after(param, taken)
         in_a_table = not as_dense or is_kept_as_a_table(state, plan.group, param)
         step = RowStep(param, gradient, plan.scalars(count, as_dense, param, in_a_table=in_a_table), count)
-        is_counted = step.scalars.per_row and self._row_steps.are_counted(param, state)
-        if is_counted:
+        if step.scalars.per_row and "row_step" in state:
             admit_counts(state, gradient.lead)
-        if has_moments(state, step.scalars.kept) and is_counted == step.scalars.per_row:
-            step.update = admit(param, state, gradient, at, step.scalars, None, count, self._extent(step))
+        if has_moments(state, step.scalars.kept) and (not step.scalars.per_row or "row_step" in state):
+            step.update = admit(param, state, gradient, at, step.scalars, None, count)
         return step
 
     def _rows_of(self, param: Tensor, grad: Tensor, state: State, group: Group) -> tuple[RowGradient | None, bool]:
@@ -180,8 +173,6 @@ class SparseAdam(RowOptimizer):
             return nonzero_rows(grad), False
         if "exp_avg_sq_row" in state:
             return all_rows(grad, tuple(state["exp_avg_sq_row"].shape)), True
-        if group["bias_correction"] == "row" and self._row_steps.takes_rows(param, state):
-            return all_rows(grad, tuple(state["row_step"].shape if "row_step" in state else param.shape[:1])), True
         dtypes = {state[key].dtype for key in MOMENTS if key in state}
         is_rounded = group["stochastic_rounding"] and param.dtype.itemsize == 2
         if dtypes | {grad.dtype} != {param.dtype} or is_rounded:  # torch's Adam wants one dtype for all
@@ -190,13 +181,11 @@ class SparseAdam(RowOptimizer):
 
     def _begin_rows(self, step: RowStep, group: Group) -> RowUpdate:
         param, gradient, state = step.param, step.gradient, self.state[step.param]
-        self._conform(step, group, gradient.lead)
-        if step.scalars.per_row and gradient.is_empty:
-            ensure_slot(state, param)
-        elif step.scalars.per_row:
-            self._row_steps.begin(param, state, gradient.lead)
+        self._convert(step, group, gradient.lead)
+        if step.scalars.per_row:
+            ensure_row_steps(state, gradient.lead)
         at = admit_state(param, state)
-        return admit(param, state, gradient, at, step.scalars, None, step.count, self._extent(step))
+        return admit(param, state, gradient, at, step.scalars, None, step.count)
 
     def _counter(self, updates: Sequence[RowUpdate], group: Group, backend: Backend) -> Callable[[Outcome], None]:
         skips, skipped_before = group["nonfinite"] == "skip", self.skipped_rows
@@ -209,31 +198,13 @@ class SparseAdam(RowOptimizer):
         return count
 
     def _step_dense(self, steps: list[DenseStep], group: Group, backend: Backend) -> None:
-        if group["bias_correction"] == "row":
-            for step in steps:
-                ensure_slot(self.state[step.param], step.param)
-        if group["nonfinite"] != "skip":
-            super()._step_dense(steps, group, backend)
-            return
-        untouched = []
-        for step in steps:
-            rows, state = _dense.nonfinite_rows(step.grad), self.state[step.param]
-            if len(rows):
-                ensure_moments(state, step.param, kept_under(group, in_a_table=False))
-                untouched.append(_dense.Untouched(step.param, state, rows))
-        try:
-            super()._step_dense(steps, group, backend)
-            for rows_before in untouched:
-                rows_before.restore()
-        except BaseException:
-            for rows_before in untouched:
-                rows_before.restore()
-            raise
-        self.skipped_rows += sum(rows_before.count for rows_before in untouched)
-
-    def _steps_of_rows(self, param: Tensor, state: State) -> Tensor | None:
-        is_by_row = self._group_of(param)["bias_correction"] == "row" and "row_step" in state
-        return self._row_steps.before_new_rows(param, state) if is_by_row else None
+        states = [self.state[step.param] for step in steps] if group["bias_correction"] == "row" else []
+        for step, state in zip(steps, states, strict=False):
+            ensure_moments(state, step.param, kept_under(group, in_a_table=False))
+            ensure_row_steps(state, tuple(step.param.shape[:1]))
+        super()._step_dense(steps, group, backend)
+        for state in states:
+            state["row_step"] += 1
 
     def allocate_state(self) -> None:
         """Allocate the state of every parameter now instead of at its first step, so that checkpoints can load into it.
@@ -245,7 +216,7 @@ class SparseAdam(RowOptimizer):
             if group["bias_correction"] == "row":
                 for param in group["params"]:
                     if param.requires_grad:
-                        ensure_slot(self.state[param], param)
+                        ensure_row_steps(self.state[param], tuple(param.shape[:1]))
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"skipped_rows": self.skipped_rows, "_row_steps": RowSteps()}
+        return super().__getstate__() | {"skipped_rows": self.skipped_rows}

@@ -3,11 +3,9 @@
     step                one for the table   an int after a sparse step, a float Tensor after a dense one
     exp_avg             one per element     the parameter's dtype, or state_dtype
     exp_avg_sq          one per element     the same
-    exp_avg_sq_row      one per row         the parameter's, but at least float32; second_moment="row" or "factored"
-    exp_avg_sq_column   one per column      the same; second_moment="factored"
-    exp_avg_sq_sum      one for the table   float64, the sum over all rows; second_moment="factored"
+    exp_avg_sq_row      one per row         the parameter's, but at least float32; second_moment="row"
     max_exp_avg_sq      one per element     as exp_avg_sq; with amsgrad
-    row_step            one per row         int64; with bias_correction="row", see ``_row_steps``
+    row_step            one per row         int64, the steps of each row; with bias_correction="row"
 
 ``step`` follows the class being replaced: torch.optim.SparseAdam keeps an int, torch.optim.Adam a Tensor. Either is
 taken, so checkpoints of both load, and both load ours. Past 2^24 float32 cannot count, and the Tensor becomes float64.
@@ -37,9 +35,6 @@ DECAYING = tuple(slot.name for slot in SLOTS if slot.name in BY_ROW and slot.dty
 """What of a row changes at every step of dense Adam, also at one without a gradient for the row."""
 OF_MOMENTS = tuple(slot.name for slot in SLOTS if slot.dtype not in ("count", "int64"))
 
-# What tells the kinds of second moment apart.
-_ONLY = {"element": (), "row": ("exp_avg_sq_row",), "factored": ("exp_avg_sq_column", "exp_avg_sq_sum")}
-
 FLOATS = frozenset([torch.float16, torch.bfloat16, torch.float32, torch.float64])
 """What parameters, moments and gradients may be made of."""
 FLOATS_IN_WORDS = "a 16-, 32- or 64-bit floating-point dtype"
@@ -51,14 +46,6 @@ _LARGEST_FLOAT32 = 1 << 24
 
 # Smaller moments gain nothing: one huge page is 2 MiB, and the kernel gives none to less.
 _HUGE_FROM_BYTES = 8 << 20
-
-
-def lasting() -> contextlib.AbstractContextManager[Any]:
-    """For tensors that outlive a block of inference, if this is one.
-
-    Elsewhere it does nothing. An interrupt that strikes where ``torch.inference_mode`` ends leaves autograd off.
-    """
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
 def zeros_like(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -133,21 +120,18 @@ def ensure_moments(state: State, param: Tensor, kept: Kept, lead: tuple[int, ...
     """
     if all(name in state for name in _names_in(kept)):
         return
-    with lasting():
-        new: State = {"step": state.get("step", 0)}
-        for slot in slots_in(kept):
-            if slot.name not in state:
-                new[slot.name] = new_slot(slot, param, kept, tuple(param.shape[:1]) if lead is None else lead)
-        state.update(new)
+    new: State = {"step": state.get("step", 0)}
+    for slot in slots_in(kept):
+        if slot.name not in state:
+            new[slot.name] = new_slot(slot, param, kept, tuple(param.shape[:1]) if lead is None else lead)
+    state.update(new)
 
 
 def new_slot(slot: Slot, param: Tensor, kept: Kept, lead: tuple[int, ...]) -> Tensor:
     """Zeros for a slot of this parameter, whose rows run over the dimensions ``lead``."""
     if slot.per == "element":
         return zeros_like(param, kept.dtype)
-    shape = {"row": lead, "column": tuple(param.shape[len(lead) :]), "table": ()}[slot.per]
-    dtype = torch.float64 if slot.dtype == "float64" else compute_dtype(param.dtype)
-    return zeros(shape, dtype, param.device)
+    return zeros(lead, compute_dtype(param.dtype), param.device)
 
 
 def allocate(state: State, param: Tensor, kept: Kept) -> None:
@@ -234,7 +218,7 @@ def slot_misfit(state: State, param: Tensor) -> str | None:
             return f"its state 'exp_avg_sq_row' shares memory with {owner}; expected memory of its own"
     if "row_step" in state and state["row_step"].dtype != torch.int64:
         return f"its state 'row_step' is {described(state['row_step'])}; expected a dense tensor of int64"
-    return factors_flaw(state, param)
+    return None
 
 
 def by_row_flaw(slot: object, param: Tensor) -> str | None:
@@ -249,28 +233,12 @@ def by_row_flaw(slot: object, param: Tensor) -> str | None:
     return None
 
 
-def factors_flaw(state: State, param: Tensor) -> str | None:
-    """Why these cannot be the columns' part of a factored second moment, and the sum of the rows', or None."""
-    lead = state["exp_avg_sq_row"].dim() if isinstance(state.get("exp_avg_sq_row"), Tensor) else 1
-    for key, shape in (("exp_avg_sq_column", param.shape[lead:]), ("exp_avg_sq_sum", torch.Size())):
-        if key not in state:
-            continue
-        slot = state[key]
-        if not isinstance(slot, Tensor) or slot.layout != torch.strided or slot.dtype not in FLOATS or slot.is_meta:
-            return f"its state {key!r} is {described(slot)}; expected a dense tensor of {FLOATS_IN_WORDS}"
-        is_whole = not slot.is_cpu or (has_memory(slot) and not overlaps_itself(slot))
-        if slot.shape != shape or slot.device != param.device or not is_whole:
-            return f"its state {key!r} is {described(slot)}; expected shape {tuple(shape)} on {param.device}"
-    return None
-
-
 def missing(state: State) -> str | None:
     """Which slot is there without another that it needs, in words, or None."""
     there = [name for name in OF_MOMENTS if name in state]
     if not there:
         return None
-    kind = next((kind for kind in ("factored", "row") if any(name in state for name in _ONLY[kind])), "element")
-    for other in (*_ONLY[kind], *(("exp_avg_sq_row",) if kind != "element" else ("exp_avg", "exp_avg_sq")), "step"):
+    for other in (*(("exp_avg_sq_row",) if "exp_avg_sq_row" in state else ("exp_avg", "exp_avg_sq")), "step"):
         if other not in state:
             return f"has {there[0]!r} but no {other!r}; expected both"
     return None
@@ -325,8 +293,7 @@ def set_count(state: State, count: int) -> None:
 def count_tensor(count: float, device: torch.device | None = None) -> Tensor:
     """A ``step`` as torch.optim.Adam keeps it, and from 2^24 on in the dtype that can go on counting."""
     dtype = torch.float32 if count < largest_count(torch.float32) else torch.float64
-    with lasting():
-        return torch.tensor(float(count), dtype=dtype, device=device)
+    return torch.tensor(float(count), dtype=dtype, device=device)
 
 
 def largest_count(dtype: torch.dtype) -> float:

@@ -11,21 +11,16 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .._choice import choose
 from .._gradient import RowGradient
-from .._state import compute_dtype
 from . import reference
-from .columns import Sums, is_summed_anew
 from .gate import (
-    WHOLE,
     Addresses,
-    Extent,
     LateRows,
     Notes,
     RowUpdate,
@@ -39,11 +34,9 @@ from .gate import (
 from .outcome import Outcome
 
 __all__ = [
-    "WHOLE",
     "Addresses",
     "Backend",
     "Batch",
-    "Extent",
     "LateRows",
     "Notes",
     "Outcome",
@@ -81,28 +74,6 @@ class Backend:
         """The ``power``-norm of the summed gradient, as if it were dense."""
         is_for_kernels = admit_gradient(gradient) and not gradient.is_empty and power > 0
         return float(self._for(is_for_kernels).norm(gradient, power))
-
-    def take_columns(self, update: RowUpdate, over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """Compute what a step with a factored second moment makes of its columns; write nothing yet.
-
-        ``over_ranks`` adds up what the ranks that share the table have.
-        """
-        gradient, columns = update.gradient, update.columns
-        if columns is None:
-            return
-        rest = update.scalars.beta2 if update.notes is not None else 1.0  # only where rows wait do all rows decay
-        if gradient.is_empty:
-            sums = Sums(torch.zeros(gradient.columns, dtype=torch.float64), 0, 0.0, 0.0, rest)
-        else:
-            sums = self._for(update.at is not None).column_sums(update, rest)
-        sums = Sums.of(over_ranks(sums.as_tensor()), rest)
-        total = float(update.state["exp_avg_sq_sum"])
-        if rest == 1 and is_summed_anew(update.steps, update.scalars.beta2):
-            rows = update.state["exp_avg_sq_row"].sum(dtype=torch.float64).cpu()
-            total = float(over_ranks(rows.reshape(1)))
-        dtypes = (update.param.dtype,) if update.at is None else update.at[5:8]
-        dtype = compute_dtype(*dtypes, gradient.values.dtype)
-        columns.take(update.state, update.scalars, sums, total, update.extent.rows or gradient.row_count, dtype)
 
     def batches(self, updates: Sequence[RowUpdate]) -> Iterator[Batch]:
         """The updates of one group: those together that one launch can make."""
@@ -158,12 +129,6 @@ class Batch:
             outcome.complete()
         else:
             self._implementation.update(self.updates, outcome)
-
-    def finish(self) -> None:
-        """Write what the updates have made besides their rows; a second call changes nothing more."""
-        for update in self.updates:
-            if update.columns is not None:
-                update.columns.store(update.state)
 
 
 def chosen() -> Backend:

@@ -31,35 +31,22 @@ from .._state import (
     FLOATS_IN_WORDS,
     State,
     described,
-    factors_flaw,
     has_moments,
     misplaced,
     slot_misfit,
     slots_in,
 )
-from .columns import Columns
 
 _INT64 = torch.int64
+
+# Numba has no 16-bit floats. Those of bfloat16 are the upper half of a float32; float16 is left to the reference.
+_OF_KERNELS = FLOATS - {torch.float16}
 
 
 # Where p, m, v, amsgrad's maximum and the counts of rows begin in memory (0 if there are none), and the dtypes of p, m
 # and v. A plain tuple: one with names takes as long to make as a look at half a tensor. The tensors are there to keep
 # them alive until their addresses are used: a parameter that is listed twice may get other slots in between.
 Addresses = tuple[int, int, int, int, int, torch.dtype, torch.dtype, torch.dtype, tuple[Any, ...]]
-
-
-class Extent(NamedTuple):
-    """Which rows of a table a parameter holds: its row i is row ``(first + i) * factor`` modulo ``rows`` of the table.
-
-    Random rounding goes by the number of a row in the whole table.
-    """
-
-    first: int = 0
-    factor: int = 1
-    rows: int = 0
-
-
-WHOLE = Extent()
 
 
 class Notes(NamedTuple):
@@ -87,9 +74,6 @@ class RowUpdate(NamedTuple):
     """None if kernels cannot address all of it."""
     steps: int
     """How many steps the parameter will have taken."""
-    extent: Extent = WHOLE
-    columns: Columns | None = None
-    """With a factored second moment: what the step makes of its columns."""
 
 
 class Place(NamedTuple):
@@ -108,7 +92,7 @@ class LateRows:
     until somebody may have had one of them in hand, and ``forget`` is called.
     """
 
-    __slots__ = ("extent", "kept", "moments", "notes", "param", "place", "rounds_weights", "schedule", "seed")
+    __slots__ = ("kept", "moments", "notes", "param", "place", "rounds_weights", "schedule", "seed")
 
     def __init__(
         self,
@@ -119,11 +103,10 @@ class LateRows:
         kept: Kept = AS_TORCH,
         rounds_weights: bool = False,
         seed: int = 0,
-        extent: Extent = WHOLE,
     ) -> None:
         self.param, self.moments, self.notes, self.schedule = param, moments, notes, schedule
         self.kept = kept._replace(amsgrad=schedule.amsgrad)
-        self.rounds_weights, self.seed, self.extent = rounds_weights, seed, extent
+        self.rounds_weights, self.seed = rounds_weights, seed
         self.place: Place | None = None
 
     @property
@@ -174,24 +157,18 @@ def admit(
     scalars: Scalars,
     notes: Notes | None = None,
     steps: int = 0,
-    extent: Extent = WHOLE,
 ) -> RowUpdate:
     """Raise unless these can be the operands of an update; ``at`` is what ``admit_state`` said of the first two."""
     kept = scalars.kept
-    columns = Columns() if kept.second == "factored" else None
-    if gradient.is_empty and columns is None:  # nothing will be read or written
+    if gradient.is_empty:  # nothing will be read or written
         return RowUpdate(param, state, gradient, scalars, notes, None, steps)
     _refuse_missing(state, kept, counted=scalars.per_row)
     if scalars.per_row:
         admit_counts(state, gradient.lead)
-    if columns is not None and (reason := factors_flaw(state, param)):
-        raise ValueError(reason)
     if kept.second != "element":
         admit_rows_of(state["exp_avg_sq_row"], gradient.lead, "second_moment")
     is_addressable = admit_gradient(gradient) and (notes is None or notes.at != 0)
-    return RowUpdate(
-        param, state, gradient, scalars, notes, at if is_addressable else None, steps, extent, columns
-    )  # fmt: skip
+    return RowUpdate(param, state, gradient, scalars, notes, at if is_addressable else None, steps)
 
 
 def admit_state(param: Tensor, state: State) -> Addresses | None:
@@ -251,7 +228,7 @@ def _addresses(param: Tensor, state: State) -> Addresses | None:
             param.is_cpu and m.is_cpu and v.is_cpu
             and param.is_contiguous() and m.is_contiguous() and v.is_contiguous()
             and m.shape == shape and v.shape == shape and not param.is_neg()
-            and dtype in FLOATS and state_dtype in FLOATS and v.dtype is state_dtype
+            and dtype in _OF_KERNELS and state_dtype in _OF_KERNELS and v.dtype is state_dtype
             and param.untyped_storage().nbytes() >= param.nbytes and (not param.storage_offset() or has_memory(param))
             and m.untyped_storage().nbytes() >= (size := m.nbytes) and (not m.storage_offset() or has_memory(m))
             and v.untyped_storage().nbytes() >= size and (not v.storage_offset() or has_memory(v))
@@ -281,9 +258,9 @@ def _addresses_by_row(param: Tensor, state: State) -> Addresses | None:
     try:
         shape, dtype = param.shape, param.dtype
         is_good = (
-            not param.is_neg() and dtype in FLOATS and _fills(param, shape, dtype)
-            and v.dtype in FLOATS and not v.is_neg() and _fills(v, shape[: v.dim()], v.dtype)
-            and (m is None or (m.dtype in FLOATS and _fills(m, shape, m.dtype)))
+            not param.is_neg() and dtype in _OF_KERNELS and _fills(param, shape, dtype)
+            and v.dtype in _OF_KERNELS and not v.is_neg() and _fills(v, shape[: v.dim()], v.dtype)
+            and (m is None or (m.dtype in _OF_KERNELS and _fills(m, shape, m.dtype)))
             and (counts is None or _fills(counts, shape[: counts.dim()], _INT64))
         )  # fmt: skip
     except AttributeError:  # of what is no tensor
@@ -336,7 +313,7 @@ def _admit_gradient(gradient: RowGradient) -> tuple[int, ...] | None:
         return None
     if not has_memory(values):
         raise ValueError(lost_memory("the gradient's values", values))
-    if not is_addressable or not columns:
+    if not is_addressable or not columns or values.dtype not in _OF_KERNELS or len(gradient.lead) != 1:
         return None
     stride, width = values.stride()
     if width != 1:  # kernels read whole rows

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,34 +17,28 @@ from torch import Tensor
 
 from .._gradient import RowGradient
 from .._kernels import catch_up as catching_up
-from .._kernels import columns as column_kernels
 from .._kernels import norm as norms
 from .._kernels import update as kernels
 from .._kernels import walk
 from .._kernels.workspace import PARALLEL_FROM_BYTES, shared_work, workspace
 from .._state import compute_dtype
-from .columns import Sums
 from .gate import LateRows, Place, RowUpdate
 from .outcome import Outcome
 
-# An empty array of a type tells the kernels how to read an address. For 16-bit floats see _kernels/floats.py.
+# An empty array of a type tells the kernels how to read an address. For bfloat16 see _kernels/floats.py.
 _LIKE: dict[torch.dtype, Any] = {
-    torch.float16: np.empty(0, np.int16),
     torch.bfloat16: np.empty(0, np.uint16),
     torch.float32: np.empty(0, np.float32),
     torch.float64: np.empty(0, np.float64),
 }
 
 _NOT_ENDED = np.full(1, -1)
-_TO_THE_NEAREST = np.zeros(4, np.int64)
 
-# How many sums over a large gradient are taken apart: enough for the threads of most machines.
-_SUM_PARTS = 16
 _NO_NOTES = None, 0, 0
 
 # A job as walk.py and update.py have it: where the gradient is, where the table, its state and notes are, how to round,
 # scalars.
-_JOB = struct.Struct("=20q7d")
+_JOB = struct.Struct("=16q6d")
 assert _JOB.size == walk.JOB_WORDS * 8
 
 
@@ -90,12 +83,10 @@ def update(updates: Sequence[RowUpdate], outcome: Outcome) -> None:
         _write_job(each, jobs, number)
         size += where[1] * where[5]
         most_ids, columns = max(most_ids, where[1]), max(columns, where[5])
-    _, _, gradient, scalars, notes, at, _, _, _ = each
+    _, _, gradient, scalars, notes, at, _ = each
     dtype, m_dtype, v_dtype = at[5:8]  # type: ignore[index]  # `batches` has looked
     g_dtype, kept = gradient.values.dtype, scalars.kept
     threads = _threads_for(size * g_dtype.itemsize)
-    if threads > 1 and len(updates) > 1 and _share_weights(updates):
-        threads = 1
     pieces, keys = shared_work(jobs, threads, most_ids)
     totals = _totals(threads, columns, dtype, m_dtype, v_dtype, g_dtype)
     skipped = _NOT_ENDED.copy() if threads == 1 else np.full(threads, -1)
@@ -107,7 +98,6 @@ def update(updates: Sequence[RowUpdate], outcome: Outcome) -> None:
         _LIKE[dtype], _LIKE[m_dtype], _LIKE[v_dtype], _LIKE[g_dtype],
         kept.first or None,
         None if kept.second == "element" else True,
-        True if kept.second == "factored" else None,
         scalars.kept.amsgrad or None,
         scalars.per_row or None,
         None if notes is None else True,
@@ -122,52 +112,15 @@ def update(updates: Sequence[RowUpdate], outcome: Outcome) -> None:
 
 
 def _write_job(update: RowUpdate, jobs: Any, number: int) -> None:
-    _, _, gradient, scalars, notes, at, _, extent, columns = update
+    _, _, gradient, scalars, notes, at, _ = update
     where: Any = gradient.at
     p_at, m_at, v_at, u_at, counts_at, _, _, _, _ = at  # type: ignore[misc]  # `batches` has looked
     _, note, notes_at = notes or _NO_NOTES
-    first, factor, rows = extent
-    roots_at, row_scale = (0, 0.0) if columns is None else (columns.roots.data_ptr(), columns.row_scale)
     _JOB.pack_into(
-        jobs, number * _JOB.size, *where, p_at, m_at, v_at, u_at, counts_at, notes_at, note, roots_at,
-        scalars.key, first, factor, rows,
+        jobs, number * _JOB.size, *where, p_at, m_at, v_at, u_at, counts_at, notes_at, note,
+        scalars.key,
         scalars.beta1, scalars.beta2, scalars.eps, scalars.step_size, scalars.shrink or 0.0, scalars.decay or 0.0,
-        row_scale,
     )  # fmt: skip
-
-
-def column_sums(update: RowUpdate, rest: float) -> Sums:
-    """The sums over a gradient that a factored second moment needs."""
-    _, _, gradient, scalars, _, at, _, _, _ = update
-    where: Any = gradient.at
-    jobs = np.empty(walk.JOB_WORDS, np.int64)
-    _write_job(update._replace(columns=None), jobs, 0)  # there are no roots of them yet
-    assert at is not None
-    dtype, m_dtype, v_dtype = at[5:8]
-    g_dtype, width = gradient.values.dtype, where[5]
-    # The number of parts must not depend on the number of threads, or the sums would.
-    byte_count = where[1] * width * g_dtype.itemsize
-    threads, parts = _threads_for(byte_count), 1 if byte_count < PARALLEL_FROM_BYTES else _SUM_PARTS
-    pieces, keys = shared_work(jobs, parts, where[1])
-    sums = np.empty((parts, width + column_kernels.SUMS))
-    column_kernels.column_sums.on_threads(
-        threads, parts,
-        _totals(parts, width, dtype, m_dtype, v_dtype, g_dtype), sums, jobs, pieces, keys.at, keys.spare_at,
-        _LIKE[dtype], _LIKE[v_dtype], _LIKE[g_dtype],
-        scalars.maximize or None,
-        None if scalars.decay is None else True,
-        scalars.as_dense or None,
-        scalars.skip_nonfinite or None,
-    )  # fmt: skip
-    total = sums.sum(axis=0)
-    rows, before, after = total[width:].tolist()
-    return Sums(torch.from_numpy(total[:width]), int(rows), before, after, rest)
-
-
-def _share_weights(updates: Sequence[RowUpdate]) -> bool:
-    """Whether tables lie on top of each other: then they step one after the other."""
-    spans = sorted((param.data_ptr(), param.data_ptr() + param.nbytes) for param, *_ in updates)
-    return any(after[0] < before[1] for before, after in pairwise(spans))
 
 
 def catch_up(late: LateRows, place: Place, rows: Tensor | range) -> int | None:
@@ -177,9 +130,8 @@ def catch_up(late: LateRows, place: Place, rows: Tensor | range) -> int | None:
     columns = late.param.numel() // max(1, row_count)
     threads = _threads_for((len(rows) if isinstance(rows, range) else rows.numel()) * columns * dtype.itemsize)
     scratch = _totals(2 * threads, columns, dtype, m_dtype, v_dtype)
-    rounding = np.array((late.key, *late.extent)) if late.rounds else _TO_THE_NEAREST
     arguments = (
-        row_count, place.notes_at, p_at, m_at, v_at, u_at, columns, schedule.record, rounding,
+        row_count, place.notes_at, p_at, m_at, v_at, u_at, columns, schedule.record, late.key,
         _LIKE[dtype], _LIKE[m_dtype], _LIKE[v_dtype],
         kept.first or None,
         None if kept.second == "element" else True,

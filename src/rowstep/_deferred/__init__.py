@@ -58,22 +58,11 @@ holds with the same coefficients, and it is a single number for the whole row. p
 Without momentum (b1 = 0) there is no m, so a row without a gradient does not move at all but for weight decay. To catch
 up is ``p = P(s) p`` and ``v = b2^k v``; where there is no weight decay, p need not even be read.
 
-``second_moment="factored"`` has v_ij = r_i c_j / s. Under dense steps r_i decays as v above, and c and s change with
-every step for all rows at once. c_j averages the squared gradients of the rows that a step touches, so it is known
-without a look at the others. s is the mean of r over all rows, and its sum over the rows that are not touched decays as
-each of them does:
-
-    S_T = b2 (S_{T-1} - sum of r over the touched rows before the step) + sum of r over them after it        s = S / V
-
-With b1 = 0 that is all: every step has the r of the rows that it touches, brought up to date first, c and S, and no
-other row is read. With momentum the missed moves of a row would each need the c of their own step, one number per
-column and step that nobody has kept: that is refused.
-
 What makes it safe
 ------------------
 A row must be up to date *before it is read*, else its gradient belongs to another weight. ``rowstep._waiting`` sees to
 that: while rows wait, every torch function that is handed the table comes by there first. Before a read that torch does
-not show us, the program calls ``catch_up``, ``flush`` or ``up_to_date``. A gradient for a row that was not up to date
+not show us, the program calls ``catch_up`` or ``flush``. A gradient for a row that was not up to date
 is an error, never a silent drift.
 """
 

@@ -9,8 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .._backends import WHOLE, Addresses, Backend, LateRows, Notes, admit_notes, admit_state
-from .._part import extent_of, part_of
+from .._backends import Addresses, Backend, LateRows, Notes, admit_notes, admit_state
 from .._rules.adam import Kept
 from .._schedule import Schedule
 from .._state import DECAYING, State
@@ -89,12 +88,7 @@ class Deferral:
         """Per row, the step of the schedule at which it was last up to date."""
         *_, stochastic_rounding, seed = options
         rounds_weights = stochastic_rounding and param.dtype.itemsize == 2
-        extent = extent_of(param) if kept.is_rounded or rounds_weights else WHOLE
-        by_row = kept._replace(second="row") if kept.second == "factored" else kept  # columns do not wait
-        self._late = LateRows(param, self._moments, self.notes, schedule, by_row, rounds_weights, seed, extent)
-        part = part_of(param)
-        self._place = (0, self.row_count) if part is None else (part.positions.start, part.order.rows)
-        """Where in the whole table the rows begin, and how many that has."""
+        self._late = LateRows(param, self._moments, self.notes, schedule, kept, rounds_weights, seed)
         self._swept = 0
         self._writes = -1
         """The table's version counter after the last legitimate write; -1 if it is not tracked."""
@@ -155,8 +149,7 @@ class Deferral:
         if not isinstance(self.param, Waiting):
             watch([self.param, *self._moments.values()], self.param, self._keeper)
             # Tables that are cut from one buffer are counted together: nothing can be told of one of them.
-            table = self.param
-            self._counts_writes = not table.is_inference() and table.untyped_storage().nbytes() == table.nbytes
+            self._counts_writes = self.param.untyped_storage().nbytes() == self.param.nbytes
         self._writes = -1  # the step itself writes
 
     def release(self) -> None:
@@ -188,14 +181,9 @@ class Deferral:
         self.accept_writes()
         # Bring a few more rows up to date, in turn, so that no row waits longer than the schedule remembers. At 10M
         # rows that is 698 rows a step, which lie side by side; a table of 100 rows has one row's turn in 143 steps.
-        # Of a part of a table the rows have their turn by their place in the whole: what is kept in 16 bits is rounded
-        # whenever a row catches up, and that must not depend on the number of ranks.
-        start, rows = self._place
-        due = self.schedule.step * rows // self.schedule.longest_wait
+        due = self.schedule.step * self.row_count // self.schedule.longest_wait
         while self._swept < due:
-            first = self._swept % rows
-            last = min(first + due - self._swept, rows)
-            own = range(max(first - start, 0), min(last - start, self.row_count))
-            if own:
-                backend.catch_up(self._late, own)
+            first = self._swept % self.row_count
+            last = min(first + due - self._swept, self.row_count)
+            backend.catch_up(self._late, range(first, last))
             self._swept += last - first

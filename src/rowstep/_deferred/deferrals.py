@@ -13,7 +13,7 @@ from torch import Tensor
 from .._backends import Backend, in_plain_torch
 from .._rules.adam import Kept
 from .._schedule import Schedule
-from .._state import State, compute_dtype, count_tensor, lasting
+from .._state import State, compute_dtype, count_tensor
 from .._torch_internals import without_modes
 from .._waiting import Keeper
 from .deferral import Deferral, Options, new_schedule
@@ -30,13 +30,12 @@ class Deferrals(dict[Tensor, Deferral]):
         self, param: Tensor, state: State, lead: tuple[int, ...], taken: int, group: Mapping[str, Any], kept: Kept
     ) -> Deferral:
         """Begin to defer, if that has not begun: every row is up to date now, after the steps taken so far."""
-        with lasting():
-            if not isinstance(state["step"], Tensor):
-                state["step"] = count_tensor(state["step"])
-            if param not in self:
-                options = options_of(group)
-                schedule = self._schedule_at(taken, param.dtype, options)
-                self[param] = Deferral(param, state, lead, options, schedule, self._keeper, kept)
+        if not isinstance(state["step"], Tensor):
+            state["step"] = count_tensor(state["step"])
+        if param not in self:
+            options = options_of(group)
+            schedule = self._schedule_at(taken, param.dtype, options)
+            self[param] = Deferral(param, state, lead, options, schedule, self._keeper, kept)
         return self[param]
 
     def _schedule_at(self, taken: int, dtype: torch.dtype, options: Options) -> Schedule:

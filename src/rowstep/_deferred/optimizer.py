@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,9 +70,8 @@ class DeferredAdam(RowOptimizer):
             weight decay) of the steps the row has waited, so the run is no longer dense Adam's, though close to it if
             rows recur often.
         second_moment: what tables keep of squared gradients: ``"element"`` one number per weight, ``"row"`` one per
-            row, their mean, ``"factored"`` one per row and one per column, which needs ``betas=(0, beta2)``. With
-            ``"row"`` or ``"factored"`` and ``betas=(0, beta2)``, no first moment is kept. The result is that of the
-            same rule applied to every row at every step. See ``docs/memory.md``.
+            row, their mean. With ``"row"`` and ``betas=(0, beta2)``, no first moment is kept. The result is that of
+            the same rule applied to every row at every step. See ``docs/memory.md``.
         state_dtype: the dtype of what tables keep per weight; by default the parameter's. 16 bits are rounded up or
             down at random, so that small changes are not lost. What is kept per row is at least float32.
         stochastic_rounding: round weights of 16 bits at random as well.
@@ -141,8 +138,6 @@ class DeferredAdam(RowOptimizer):
 
     def _begin_deferrals(self) -> None:
         self._deferrals = Deferrals(weakref.ref(self))
-        self._kept_current: Counter[Tensor] = Counter()
-        """How many ``up_to_date`` blocks want a parameter current at all times."""
         self._backend = _backends.in_plain_torch
         """What made the last step, and brings rows up to date that are read; to choose anew takes 2 µs."""
 
@@ -162,28 +157,10 @@ class DeferredAdam(RowOptimizer):
                 "the weight itself"
             )
         beta1, beta2 = group["betas"]
-        if group.get("second_moment") == "factored" and float(beta1) != 0:
-            raise ValueError(
-                f"betas={tuple(group['betas'])} with second_moment='factored' is not supported{where}: what momentum "
-                "does in a missed step depends on that step's columns, which are gone. Use betas=(0, beta2), "
-                "second_moment='row', or rowstep.SparseAdam"
-            )
         check_betas(float(beta1), float(beta2), amsgrad=group["amsgrad"], where=where)
         _check_decay(group, where)
 
     # Reading
-
-    def attach(self, module: nn.Module) -> None:
-        """Check that ``module`` has a parameter of this optimizer. Nothing has to be attached any more.
-
-        Args:
-            module: any module.
-        """
-        owned = set(self._all_params())
-        if owned.isdisjoint(module.parameters()):
-            raise ValueError(
-                f"{type(module).__name__} has no parameter that belongs to this optimizer; expected at least one"
-            )
 
     def catch_up(self, param: Tensor, ids: Tensor) -> None:
         """Bring some rows of ``param`` up to date, before a read that cannot be seen.
@@ -262,34 +239,6 @@ class DeferredAdam(RowOptimizer):
             if deferral is not None:
                 deferral.flush(backend)
 
-    @contextlib.contextmanager
-    def up_to_date(self, param: Tensor) -> Iterator[Tensor]:
-        """Keep every row of ``param`` up to date inside the block, even after a step: for reads of a whole table.
-
-        Args:
-            param: a parameter of this optimizer.
-
-        Yields:
-            The parameter.
-
-        Examples:
-            >>> import torch
-            >>> from rowstep import DeferredAdam
-            >>> table = torch.nn.Embedding(10, 2, sparse=True)
-            >>> optimizer = DeferredAdam(table.parameters())
-            >>> with optimizer.up_to_date(table.weight) as weight:
-            ...     nearest = (weight @ weight.T).argmax(1)
-        """
-        self._group_of(param)
-        with self._lock:  # no step of another thread in between
-            self._settle([param])
-            self._kept_current[param] += 1
-        try:
-            yield param
-        finally:
-            with self._lock:
-                self._kept_current[param] -= 1
-
     def _bring_up_to_date(self, param: Tensor, ids: Tensor | None) -> bool:
         """Called before a waiting table is touched: by a lookup of ``ids``, ``plainly``, or as a whole if that is None.
 
@@ -359,7 +308,7 @@ class DeferredAdam(RowOptimizer):
             return
         step = RowStep(param, gradient, plan.scalars(count, True, param, in_a_table=in_a_table), count)
         if deferral is not None:
-            step.update = admit(param, state, gradient, at, step.scalars, notes, count, self._extent(step))
+            step.update = admit(param, state, gradient, at, step.scalars, notes, count)
         plan.rows.append(step)
 
     def _look_at(
@@ -382,14 +331,14 @@ class DeferredAdam(RowOptimizer):
         param, state = step.param, self.state[step.param]
         self._forget_strangers()
         has_history = "exp_avg" in state
-        self._conform(step, group, step.gradient.lead)
+        self._convert(step, group, step.gradient.lead)
         if has_history and step.scalars.kept.amsgrad:
             raise_maximum(state, float(group["betas"][1]))
         deferral = self._deferrals.begin(
             param, state, step.gradient.lead, step.count - 1, group, step.scalars.kept
         )  # fmt: skip
         at, notes = admit_state(param, state), deferral.notes_for(step.count)
-        return admit(param, state, step.gradient, at, step.scalars, notes, step.count, self._extent(step))
+        return admit(param, state, step.gradient, at, step.scalars, notes, step.count)
 
     def _prepare(self, updates: Sequence[RowUpdate], backend: Backend) -> None:
         for update in updates:
@@ -421,8 +370,6 @@ class DeferredAdam(RowOptimizer):
         """Note that the parameter has taken its ``count``-th step; a second call changes nothing more."""
         deferral.advance(count, *rate, backend)
         set_count(deferral.state, count)
-        if self._kept_current and self._kept_current[deferral.param]:
-            deferral.flush(backend)
 
     def _step_dense(self, steps: list[DenseStep], group: Group, backend: Backend) -> None:
         deferrals = [self._deferrals[step.param] for step in steps if step.param in self._deferrals]
@@ -494,7 +441,7 @@ class DeferredAdamW(DeferredAdam):
         fused: as ``foreach``; by default fused where that is safe.
         decoupled_weight_decay: False makes it ``DeferredAdam``, which refuses a weight decay.
         allow_stale: let rows that were not up to date when they were read catch up inside the step.
-        second_moment: ``"element"``, ``"row"`` or ``"factored"``.
+        second_moment: ``"element"`` or ``"row"``.
         state_dtype: the dtype of what tables keep per weight.
         stochastic_rounding: round weights of 16 bits at random.
         seed: of random rounding.

@@ -62,7 +62,7 @@ _NOTES_AHEAD = 32
 @kernel
 def catch_up_ids_part(
     part, scratch, ids_at, count,
-    row_count, notes_at, p_at, m_at, v_at, u_at, columns, schedule, rounding, p_like, m_like, v_like,
+    row_count, notes_at, p_at, m_at, v_at, u_at, columns, schedule, key, p_like, m_like, v_like,
     momentum, by_row, amsgrad, rounds_state, rounds_weights,
 ):  # fmt: skip
     """Bring the rows up to date that ``count`` ids name, and that belong to this part of the work.
@@ -76,7 +76,7 @@ def catch_up_ids_part(
     parts, notes, step = scratch.shape[0] // 2, int32s_at(notes_at, row_count), schedule[STEP]
     sums, roots = scratch_rows(scratch, part)
     p_like, m_like, v_like = borrowed(p_like), borrowed(m_like), borrowed(v_like)
-    schedule, rounding = borrowed(schedule), borrowed(rounding)
+    schedule = borrowed(schedule)
     p_bytes, m_bytes = columns * p_like.itemsize, columns * m_like.itemsize
     v_bytes = (np.int64(1) if is_there(by_row) else columns) * v_like.itemsize
     places = (p_at, m_at, v_at, u_at, v_bytes, columns, p_like, m_like, v_like)
@@ -93,14 +93,14 @@ def catch_up_ids_part(
                 prefetch(v_at + ahead * v_bytes, v_bytes)
         row = ids[position]
         if row % parts == part and notes[row] < step:
-            catch_up_row(row, sums, roots, notes, places, schedule, rounding, by_row, options)
+            catch_up_row(row, sums, roots, notes, places, schedule, key, by_row, options)
     return -1
 
 
 @kernel
 def catch_up_range_part(
     part, scratch, first, last,
-    row_count, notes_at, p_at, m_at, v_at, u_at, columns, schedule, rounding, p_like, m_like, v_like,
+    row_count, notes_at, p_at, m_at, v_at, u_at, columns, schedule, key, p_like, m_like, v_like,
     momentum, by_row, amsgrad, rounds_state, rounds_weights,
 ):  # fmt: skip
     """Bring those of the rows first..last-1 up to date that belong to this part of the work."""
@@ -108,13 +108,13 @@ def catch_up_range_part(
     start, stop = first + (last - first) * part // parts, first + (last - first) * (part + 1) // parts
     sums, roots = scratch_rows(scratch, part)
     p_like, m_like, v_like = borrowed(p_like), borrowed(m_like), borrowed(v_like)
-    schedule, rounding = borrowed(schedule), borrowed(rounding)
+    schedule = borrowed(schedule)
     v_bytes = (np.int64(1) if is_there(by_row) else columns) * v_like.itemsize
     places = (p_at, m_at, v_at, u_at, v_bytes, columns, p_like, m_like, v_like)
     options = (momentum, amsgrad, rounds_state, rounds_weights)
     for row in range(start, stop):
         if notes[row] < step:  # it may be ahead, in a step that is made and not counted yet
-            catch_up_row(row, sums, roots, notes, places, schedule, rounding, by_row, options)
+            catch_up_row(row, sums, roots, notes, places, schedule, key, by_row, options)
 
 
 catch_up_ids, catch_up_range = OverThreads(catch_up_ids_part), OverThreads(catch_up_range_part)
@@ -129,7 +129,7 @@ def scratch_rows(scratch, part):
 
 
 @njit(**INLINE)
-def catch_up_row(row, sums, roots, notes, places, schedule, rounding, by_row, options):
+def catch_up_row(row, sums, roots, notes, places, schedule, key, by_row, options):
     """Take all the steps that this row has missed."""
     p_at, m_at, v_at, u_at, v_bytes, columns, p_like, m_like, v_like = places
     momentum, amsgrad, rounds_state, rounds_weights = options
@@ -149,7 +149,7 @@ def catch_up_row(row, sums, roots, notes, places, schedule, rounding, by_row, op
     p = row_at(p_at + row * columns * p_like.itemsize, columns, p_like)
     m = optional_row_at(momentum, m_at + row * columns * m_like.itemsize, columns, m_like)
     v = row_at(v_at + row * v_bytes, np.int64(1) if is_there(by_row) else columns, v_like)
-    keys = state_key(row, rounding, rounds_state), weights_key(row, rounding, rounds_weights)
+    keys = state_key(row, key, rounds_state), weights_key(row, key, rounds_weights)
     beta1_power, beta1_rest = factors(float64s_at(schedule[BETA1_POWERS_AT], capacity + 1)[gap], sums)
     beta2_power, beta2_rest = factors(float64s_at(schedule[BETA2_POWERS_AT], capacity + 1)[gap], sums)
     dust = sums.dtype.type(min(smallest_normal(sums), eps * DUST_OF_EPS))

@@ -1,8 +1,7 @@
-"""The 16-bit floats, which Numba lacks on the CPU.
+"""bfloat16, which Numba lacks on the CPU.
 
-Their bits travel as integers, and the integer type says which they are: ``int16`` holds float16, ``uint16`` holds
-bfloat16 (the upper half of a float32). ``widen`` and ``narrow`` convert between what is stored and what is computed
-with; both vectorise.
+Its bits, the upper half of a float32, travel as ``uint16``. ``widen`` and ``narrow`` convert between what is stored and
+what is computed with; both vectorise.
 """
 
 from __future__ import annotations
@@ -10,8 +9,6 @@ from __future__ import annotations
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
-
-from . import half
 
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
 
@@ -22,9 +19,7 @@ def widen(typing_context, stored, like):
 
     def codegen(context, builder, signature, arguments):
         number, kind = arguments[0], stored
-        if stored == types.int16:
-            number, kind = half.widen(context, builder, number), types.float32
-        elif stored == types.uint16:
+        if stored == types.uint16:
             bits = builder.shl(builder.zext(number, _I32), _I32(16))
             number, kind = builder.bitcast(bits, ir.FloatType()), types.float32
         return context.cast(builder, number, kind, like.dtype)
@@ -37,11 +32,9 @@ def narrow(typing_context, number, like):
     """A computed number as it is stored in ``like``, rounded to the nearest, ties to even."""
 
     def codegen(context, builder, signature, arguments):
-        if like.dtype not in (types.int16, types.uint16):
+        if like.dtype != types.uint16:
             return context.cast(builder, arguments[0], number, like.dtype)
         single = context.cast(builder, arguments[0], number, types.float32)
-        if like.dtype == types.int16:
-            return half.narrow(context, builder, single)
         bits = builder.bitcast(single, _I32)
         is_odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
         rounded = builder.lshr(builder.add(builder.add(bits, _I32(0x7FFF)), is_odd), _I32(16))
@@ -60,12 +53,10 @@ def narrow_by(typing_context, number, like, bits):
     """
 
     def codegen(context, builder, signature, arguments):
-        if like.dtype not in (types.int16, types.uint16):
+        if like.dtype != types.uint16:
             return context.cast(builder, arguments[0], number, like.dtype)
         single = context.cast(builder, arguments[0], number, types.float32)
         random = builder.and_(context.cast(builder, arguments[2], bits, types.uint32), _I32(0xFFFF))
-        if like.dtype == types.int16:
-            return half.narrow(context, builder, half.rounded_by(builder, single, random))
         # Infinity has a lower half of zeros, which nothing carries out of. A NaN that was computed has the uppermost
         # bit of its fraction set, and stays one if nothing is added.
         exact = builder.bitcast(single, _I32)

@@ -17,12 +17,6 @@ _row_key = njit(**INLINE)(rounding.row_key)
 _weights_key = njit(**INLINE)(rounding.weights_key)
 _random_bits = njit(**INLINE)(rounding.random_bits)
 
-# Four words say how the rows of a table are rounded: the step's key, and which rows of the whole table they are.
-KEY, FIRST_ROW, FACTOR, TABLE_ROWS = range(4)
-WORDS = 4
-
-_LOW_BITS = 21
-
 
 @njit(**INLINE)
 def mix(x):
@@ -30,32 +24,19 @@ def mix(x):
 
 
 @njit(**INLINE)
-def state_key(row, words, rounds_state):
-    """The key of a row's moments, or None."""
+def state_key(row, key, rounds_state):
+    """The key of a row's moments in the step with this key, or None."""
     if rounds_state is None:
         return None
-    return _row_key(np.uint32(words[KEY]), number_in_table(row, words), np.uint32, mix)
+    return _row_key(np.uint32(key), row, np.uint32, mix)
 
 
 @njit(**INLINE)
-def weights_key(row, words, rounds_weights):
-    """The key of a row's weights, or None."""
+def weights_key(row, key, rounds_weights):
+    """The key of a row's weights in the step with this key, or None."""
     if rounds_weights is None:
         return None
-    key = _row_key(np.uint32(words[KEY]), number_in_table(row, words), np.uint32, mix)
-    return _weights_key(key, np.uint32, mix)
-
-
-@njit(**INLINE)
-def number_in_table(row, words):
-    """The number of a row in the whole table, of which this may be a part, in another order; see ``_layout.py``."""
-    number, factor, rows = row + words[FIRST_ROW], words[FACTOR], words[TABLE_ROWS]
-    if factor == 1:
-        return number
-    # In two halves: the product itself may not fit into 64 bits.
-    number %= rows
-    high, low = factor >> _LOW_BITS, factor & ((1 << _LOW_BITS) - 1)
-    return (((number * high % rows) << _LOW_BITS) % rows + number * low % rows) % rows
+    return _weights_key(_row_key(np.uint32(key), row, np.uint32, mix), np.uint32, mix)
 
 
 @njit(**INLINE)

@@ -37,14 +37,14 @@ from .memory import (
 )
 from .norm import sum_of_squares
 from .pool import OverThreads
-from .rounding import WORDS, state_key, stored_first, stored_second, weights_key
+from .rounding import state_key, stored_first, stored_second, weights_key
 from .walk import COLUMNS, JOB_WORDS, ROW_COUNT, ask_for_nothing, over_gradient, piece_of
 
-# The words of a job that say where a table and its state are, and the note that its rows get. Those of `rounding`
-# follow them, and then the scalars.
-P_AT, M_AT, V_AT, U_AT, COUNTS_AT, NOTES_AT, NOTE, COLUMN_ROOTS_AT, ROUNDING = range(8, 17)
-SCALARS = ROUNDING + WORDS
-BETA1, BETA2, EPS, STEP_SIZE, SHRINK, DECAY, ROW_SCALE = range(7)
+# The words of a job that say where a table and its state are, the note that its rows get, and the key of random
+# rounding. The scalars follow.
+P_AT, M_AT, V_AT, U_AT, COUNTS_AT, NOTES_AT, NOTE, KEY, SCALARS = range(8, 17)
+BETA1, BETA2, EPS, STEP_SIZE, SHRINK, DECAY = range(6)
+SCALAR_WORDS = 6
 
 # How many cache lines to have under way of the tables; see walk.py for those of the gradient.
 _TABLE_LINES_AHEAD = 48
@@ -57,7 +57,7 @@ corrections = njit(**INLINE)(adam.corrections)
 @kernel
 def update_part(
     part, totals, skipped, jobs, pieces, keys_at, spare_at, p_like, m_like, v_like, g_like,
-    momentum, by_row, factored, amsgrad, counted, noted, maximize, shrink, decay, as_dense, skip_nonfinite,
+    momentum, by_row, amsgrad, counted, noted, maximize, shrink, decay, as_dense, skip_nonfinite,
     rounds_state, rounds_weights,
 ):  # fmt: skip
     """Step the rows of one part of the jobs; leave in ``skipped[part]`` how many were left out.
@@ -77,9 +77,9 @@ def update_part(
         v_columns = np.int64(1) if is_there(by_row) else columns
         v_bytes = v_columns * v_like.itemsize
         places = (job[P_AT], job[M_AT], job[V_AT], p_bytes, m_bytes, v_bytes, columns, v_columns, total_at)
-        types = (p_like, m_like, v_like, like)
-        scalars = float64s_at(address_of(job) + SCALARS * 8, 7)
-        second = (momentum, by_row, factored, amsgrad, rounds_state, rounds_weights)
+        types = (p_like, m_like, v_like)
+        scalars = float64s_at(address_of(job) + SCALARS * 8, SCALAR_WORDS)
+        second = (momentum, by_row, amsgrad, rounds_state, rounds_weights)
         options = (counted, noted, maximize, shrink, decay, as_dense, skip_nonfinite)
         row_bytes = p_bytes + v_bytes + (m_bytes if is_there(momentum) else np.int64(0))
         rows_ahead = _TABLE_LINES_AHEAD // (row_bytes // CACHE_LINE + 1) + 1
@@ -106,24 +106,22 @@ def ask_for_row(row, table):
 def step_row(row, g, table, left_out):
     """Step one row, and count it if it is left out."""
     places, types, job, scalars, second, options = table
-    momentum, by_row, factored, amsgrad, rounds_state, rounds_weights = second
+    momentum, by_row, amsgrad, rounds_state, rounds_weights = second
     counted, noted, maximize, shrink, decay, as_dense, skip_nonfinite = options
     if is_left_out(g, skip_nonfinite):
         return left_out + 1
     p_at, m_at, v_at, p_bytes, m_bytes, v_bytes, columns, v_columns, total_at = places
-    p_like, m_like, v_like, like = types
+    p_like, m_like, v_like = types
     step_size, eps = count_row(job[COUNTS_AT], row, scalars, counted, as_dense)
     p = row_at(p_at + row * p_bytes, columns, p_like)
     m = optional_row_at(momentum, m_at + row * m_bytes, columns, m_like)
     v = row_at(v_at + row * v_bytes, v_columns, v_like)
-    rounding = int64s_at(address_of(job) + ROUNDING * 8, WORDS)
-    m_key, p_key = state_key(row, rounding, rounds_state), weights_key(row, rounding, rounds_weights)
+    m_key, p_key = state_key(row, job[KEY], rounds_state), weights_key(row, job[KEY], rounds_weights)
     shrink, decay = only_if(shrink, scalars[SHRINK]), only_if(decay, scalars[DECAY])
     u = optional_row_at(amsgrad, job[U_AT] + row * v_bytes, columns, v_like)
-    roots = optional_row_at(factored, job[COLUMN_ROOTS_AT], columns, like)
-    numbers = (scalars[BETA1], scalars[BETA2], eps, step_size, scalars[ROW_SCALE])
+    numbers = (scalars[BETA1], scalars[BETA2], eps, step_size)
     update_either(
-        p, m, v, u, roots, g, by_row, unless(by_row), numbers, maximize, shrink, decay, as_dense, m_key, p_key, total_at
+        p, m, v, u, g, by_row, unless(by_row), numbers, maximize, shrink, decay, as_dense, m_key, p_key, total_at
     )  # fmt: skip
     if is_there(noted):
         int32s_at(job[NOTES_AT] + row * 4, 1)[0] = job[NOTE]
@@ -132,18 +130,18 @@ def step_row(row, g, table, left_out):
 
 @njit(**INLINE)
 def update_either(
-    p, m, v, u, roots, g, by_row, by_element, numbers, maximize, shrink, decay, as_dense, m_key, p_key, total_at
+    p, m, v, u, g, by_row, by_element, numbers, maximize, shrink, decay, as_dense, m_key, p_key, total_at
 ):
     """The rule for one row, with a second moment for each number or for the row."""
-    beta1, beta2, eps, step_size, row_scale = numbers
+    beta1, beta2, eps, step_size = numbers
     if by_element is not None:
         update_row(
             p, m, v, u, g, beta1, beta2, eps, step_size, maximize, shrink, decay, as_dense, m_key, p_key
         )  # fmt: skip
     if by_row is not None:
         update_by_row(
-            p, m, v, roots, decayed_gradient(g, p, maximize, decay, total_at),
-            beta1, beta2, eps, step_size, row_scale, maximize, shrink, as_dense, m_key, p_key,
+            p, m, v, decayed_gradient(g, p, maximize, decay, total_at),
+            beta1, beta2, eps, step_size, maximize, shrink, as_dense, m_key, p_key,
         )  # fmt: skip
 
 
@@ -159,7 +157,7 @@ def update_row(p, m, v, u, g, beta1, beta2, eps, step_size, maximize, shrink, de
         if u is not None:
             u_c = widen(u[c], g)
         p_c, m_c, v_c, u_c = rule(
-            widen(p[c], g), widen(m[c], g), widen(v[c], g), u_c, g[c], None,
+            widen(p[c], g), widen(m[c], g), widen(v[c], g), u_c, g[c],
             one_minus_beta1, beta2, one_minus_beta2, eps, step_size, maximize, shrink, decay, as_dense,
             math.sqrt, maximum,
         )  # fmt: skip
@@ -170,28 +168,21 @@ def update_row(p, m, v, u, g, beta1, beta2, eps, step_size, maximize, shrink, de
 
 
 @njit(**INLINE)
-def update_by_row(p, m, v, roots, g, beta1, beta2, eps, step_size, row_scale, maximize, shrink, as_dense, m_key, p_key):
-    """The rule with a second moment per row, v[0]; ``roots`` are the square roots of the columns' where there are any.
-
-    v[0] times ``row_scale`` then stands for r_i / s. Without columns there is one division for the row.
-    """
+def update_by_row(p, m, v, g, beta1, beta2, eps, step_size, maximize, shrink, as_dense, m_key, p_key):
+    """The rule with a second moment per row, v[0]: one division for the row."""
     number = g.dtype.type
     one_minus_beta1, eps, step_size = number(1 - beta1), number(eps), number(step_size)
     shrink = optional_number(shrink, g)
     square = number(sum_of_squares(g) / max(g.size, 1))
     second = averaged(widen(v[0], g), square, number(beta2), number(1 - beta2), as_dense)
     v[0] = stored_first(second, v, None, 0)
-    root = number(math.sqrt(np.float64(second) * row_scale))
-    if roots is None:
-        step_size = step_size / (math.sqrt(second) + eps)
+    step_size = step_size / (math.sqrt(second) + eps)
     for c in range(p.size):
-        m_c = root_c = None
+        m_c = None
         if m is not None:
             m_c = widen(m[c], g)
-        if roots is not None:
-            root_c = root * roots[c]
         p_c, m_c, _, _ = rule(
-            widen(p[c], g), m_c, None, None, g[c], root_c,
+            widen(p[c], g), m_c, None, None, g[c],
             one_minus_beta1, None, None, eps, step_size, maximize, shrink, None, as_dense,
             math.sqrt, maximum,
         )  # fmt: skip

@@ -27,7 +27,7 @@ from .memory import CACHE_LINE, address_of, has_type_of, int64s_at, int64s_on_th
 # The words of a job: row numbers, how many, rows of the table, values, bytes from one row of values to the next, width,
 # and how many bits it takes to number the occurrences and the rows.
 ROWS_AT, COUNT, ROW_COUNT, G_AT, G_STRIDE, COLUMNS, POSITION_BITS, ROW_BITS = range(8)
-JOB_WORDS = 27
+JOB_WORDS = 22
 
 # A piece of work: a job, the rows low..high-1 of its table, and where in the keys it may group them.
 JOB, LOW, HIGH, KEYS_FROM = range(4)

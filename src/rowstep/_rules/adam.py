@@ -22,12 +22,10 @@ A table of 10^8 rows cannot afford two numbers for every weight. ``second_moment
 
     element     v_ij                       one number per weight: the above
     row         v_ij = r_i                 one per row: r_i averages the row's mean of g*g
-    factored    v_ij = r_i c_j / s         one per row and one per column: c_j averages the mean of g_ij*g_ij over the
-                                           rows that a step touches, s is the mean of r over all rows of the table
 
-r and c are averaged as v is, so one bias correction serves them all. Without momentum (beta1 = 0), m is g, and with
-row or factored moments nothing is kept of it: a table then has 4 bytes of state per row. With moments per element the
-state stays torch's, so that checkpoints pass both ways.
+r is averaged as v is, so one bias correction serves both. Without momentum (beta1 = 0), m is g, and with a second
+moment per row nothing is kept of it: a table then has 4 bytes of state per row. With moments per element the state
+stays torch's, so that checkpoints pass both ways.
 
 ``update``, ``averaged`` and ``corrections`` are written once. torch tensors, NumPy arrays and the scalars of a compiled
 kernel all run through them: whoever calls passes its own ``sqrt`` and ``maximum``, and casts scalars to its own type
@@ -83,15 +81,15 @@ class Slot:
     """One thing that the rule keeps for a parameter."""
 
     name: str
-    per: Literal["table", "row", "column", "element"]
-    dtype: Literal["state", "wide", "float64", "int64", "count"]
+    per: Literal["table", "row", "element"]
+    dtype: Literal["state", "wide", "int64", "count"]
     """``state``: the parameter's, or what ``state_dtype`` says. ``wide``: the parameter's, but at least float32.
 
     ``count``: an int after a sparse step, as torch.optim.SparseAdam has it; a float Tensor after a dense one.
     """
     option: tuple[str, Any] | None = None
     """The option of a group, and its value, with which the slot exists; None if it always does."""
-    second: tuple[str, ...] = ("element", "row", "factored")
+    second: tuple[str, ...] = ("element", "row")
     """The kinds of second moment with which it exists."""
 
     def is_in(self, kept: Kept) -> bool:
@@ -106,13 +104,11 @@ SLOTS = (
     Slot("step", "table", "count"),
     Slot("exp_avg", "element", "state"),
     Slot("exp_avg_sq", "element", "state", second=("element",)),
-    Slot("exp_avg_sq_row", "row", "wide", second=("row", "factored")),
-    Slot("exp_avg_sq_column", "column", "wide", second=("factored",)),
-    Slot("exp_avg_sq_sum", "table", "float64", second=("factored",)),
+    Slot("exp_avg_sq_row", "row", "wide", second=("row",)),
     Slot("max_exp_avg_sq", "element", "state", ("amsgrad", True), second=("element",)),
     Slot("row_step", "row", "int64", ("bias_correction", "row")),
 )
-"""In the order of the equations: t, m, v or r, c and the sum of all r, u and, per row, the t of its own."""
+"""In the order of the equations: t, m, v or r, u and, per row, the t of its own."""
 
 
 @dataclass(slots=True)
@@ -182,22 +178,21 @@ def corrections(beta1: Any, beta2: Any, count: Any, sqrt: Callable[[Any], Any]) 
 
 
 def averaged(v: Any, square: Any, beta2: Any, one_minus_beta2: Any, as_dense: Any) -> Any:
-    """The second moment of a row or a column after one more mean square; ``update`` has the same for an element."""
+    """The second moment of a row after one more mean square; ``update`` has the same for an element."""
     if as_dense is not None:
         return v * beta2 + square * one_minus_beta2
     return v + (square - v) * one_minus_beta2
 
 
 def update(
-    p: Any, m: Any, v: Any, u: Any, g: Any, root: Any,
+    p: Any, m: Any, v: Any, u: Any, g: Any,
     one_minus_beta1: Any, beta2: Any, one_minus_beta2: Any, eps: Any, step_size: Any,
     maximize: Any, shrink: Any, decay: Any, as_dense: Any,
     sqrt: Any, maximum: Any,
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """One step: the new p, m, v and u. What the rule does not have is None, also ``maximize`` and ``as_dense``.
 
-    With a second moment per row v is None. Then ``root`` is the square root after this step; or it is None too, and
-    ``step_size`` has been divided by root plus eps, once for the whole row.
+    With a second moment per row v is None, and ``step_size`` has been divided by its root plus eps, once for the row.
 
     Each test for None is a statement of its own, because Numba drops a branch only then.
     """
@@ -221,6 +216,4 @@ def update(
             u = maximum(u, v)
             divisor = u
         direction = direction / (sqrt(divisor) + eps)
-    if root is not None:
-        direction = direction / (root + eps)
     return p - step_size * direction, m, v, u

@@ -4,9 +4,9 @@ bfloat16 has 8 significant bits. A moment that should grow by a thousandth of it
 grow at all, however often it should. Rounded up with a probability as large as the part that is cut off, it grows as it
 should on average.
 
-The random bits are no generator's: they depend on the seed, the step, the row of the whole table and the column, and on
-nothing else. So a run gives the same numbers for any number of threads or ranks, and again when it is repeated or
-continued from a checkpoint.
+The random bits are no generator's: they depend on the seed, the step, the row and the column, and on nothing else. So a
+run gives the same numbers for any number of threads, and again when it is repeated or continued from a checkpoint. Of a
+sharded table the row is that of the rank's part.
 
 The functions are written once, for torch tensors, Python's numbers and the integers of a compiled kernel: ``low`` cuts
 a number to its lower 32 bits, ``mix`` is ``mixed`` with that.
@@ -36,7 +36,7 @@ def mixed(x: Any, low: _Cut) -> Any:
 
 
 def row_key(key: Any, row: Any, low: _Cut, mix: _Cut) -> Any:
-    """The key of one row in a step, from the step's key and the number of the row in the whole table."""
+    """The key of one row in a step, from the step's key and the number of the row."""
     key = mix(low((key ^ low(row)) + _APART))
     return mix(low((key ^ low(row >> 32)) + _APART))
 

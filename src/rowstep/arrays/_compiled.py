@@ -70,7 +70,6 @@ def step_rows(
         _like(g),
         True,  # a first moment
         None,  # a second moment per row
-        None,  # and per column
         None,  # amsgrad's maximum
         None,  # counts of each row's steps
         None,  # notes beside each row

@@ -16,7 +16,7 @@ _BLOCK = 8192
 def updated(p: FloatArray, m: FloatArray, v: FloatArray, g: FloatArray, scalars: Scalars) -> tuple[FloatArray, ...]:
     """The rule, as torch.optim.Adam has it, for float64 arrays: the new p, m and v."""
     return adam.update(
-        p, m, v, None, g, None,
+        p, m, v, None, g,
         1 - scalars.beta1, scalars.beta2, 1 - scalars.beta2, scalars.eps, scalars.step_size,
         None, scalars.shrink, scalars.decay, True,
         np.sqrt, np.maximum,

@@ -15,7 +15,6 @@ from ..._gradient import RowGradient
 from ..._rules import adam
 from ..._rules.adam import Scalars
 from ..._state import State, compute_dtype
-from ..columns import Columns, Sums
 from ..gate import RowUpdate
 from ..outcome import Outcome
 from .rounding import Noise
@@ -46,7 +45,7 @@ def norm(gradient: RowGradient, power: float) -> float:
 
 def update(updates: Sequence[RowUpdate], outcome: Outcome) -> None:
     """Step the rows that the gradient of a single update names, in place."""
-    ((param, state, gradient, scalars, notes, _, _, extent, columns),) = updates
+    ((param, state, gradient, scalars, notes, _, _),) = updates
     dtype = _dtype_of(param, state, gradient)
     rows, g, skipped = _finite_rows(gradient, scalars, dtype)
     table = RowsOf(gradient.lead, rows)
@@ -59,21 +58,17 @@ def update(updates: Sequence[RowUpdate], outcome: Outcome) -> None:
         step_size, eps = _corrected_by(count, scalars, dtype)
     places = [state.get(name) for name in _slots_of(scalars)]
     p, (m, v, u) = table.read(param, dtype), (None if place is None else table.read(place, dtype) for place in places)
-    root = None
     if scalars.kept.second != "element":
         r = _rows_second_moment(p, table.read(state["exp_avg_sq_row"], dtype), g, scalars)
         changes.append((state["exp_avg_sq_row"], r))
-        if columns is None:
-            step_size = step_size / (r.sqrt() + eps)
-        else:
-            root = _factored_root(r, columns, dtype)
+        step_size = step_size / (r.sqrt() + eps)
     after = adam.update(
-        p, m, v, u, g, root,
+        p, m, v, u, g,
         1 - scalars.beta1, scalars.beta2, 1 - scalars.beta2, eps, step_size,
         scalars.maximize or None, scalars.shrink, scalars.decay, scalars.as_dense or None,
         torch.sqrt, torch.maximum,
     )  # fmt: skip
-    noise = Noise(scalars.key, extent, rows, gradient.columns)
+    noise = Noise(scalars.key, rows, gradient.columns)
     if scalars.rounds_weights:
         after = (noise.rounded_weights(after[0], param.dtype), *after[1:])
     if scalars.rounds_state:
@@ -115,24 +110,6 @@ def _rows_second_moment(p: Tensor, r: Tensor, g: Tensor, scalars: Scalars) -> Te
     square = g.double().square().mean(dim=1, keepdim=True).to(g.dtype)
     after: Tensor = adam.averaged(r, square, scalars.beta2, 1 - scalars.beta2, scalars.as_dense or None)
     return after
-
-
-def _factored_root(r: Tensor, columns: Columns, dtype: torch.dtype) -> Tensor:
-    return (r.double() * columns.row_scale).sqrt().to(dtype) * columns.column.flatten().to(dtype).sqrt()
-
-
-def column_sums(update: RowUpdate, rest: float) -> Sums:
-    """The sums over a gradient that a factored second moment needs."""
-    param, state, gradient, scalars, *_ = update
-    dtype = _dtype_of(param, state, gradient)
-    rows, g, _ = _finite_rows(gradient, scalars, dtype)
-    table, slot = RowsOf(gradient.lead, rows), state["exp_avg_sq_row"]
-    p, before = table.read(param, dtype), table.read(slot, dtype)
-    after = _rows_second_moment(p, before, g, scalars).to(slot.dtype)
-    if scalars.decay is not None:
-        g = (-g if scalars.maximize else g) + scalars.decay * p
-    squares = g.double().square().sum(dim=0)
-    return Sums(squares, len(rows), float(before.double().sum()), float(after.double().sum()), rest)
 
 
 def _sum_duplicates(gradient: RowGradient, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

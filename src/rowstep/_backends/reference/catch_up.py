@@ -60,7 +60,7 @@ def _catch_up(late: LateRows, rows: Tensor) -> None:
         m = _decayed(m, schedule.beta1_powers[gaps])
         m = m.masked_fill(m.abs() < dust, 0)
     v = _decayed(v, schedule.beta2_powers[gaps])
-    noise = Noise(late.key, late.extent, rows, p.shape[1])
+    noise = Noise(late.key, rows, p.shape[1])
     if late.rounds_weights:
         p = noise.rounded_weights(p, param.dtype)
     if late.kept.is_rounded:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ..._rules.rounding import low_word, mix_word, random_bits, row_key, weights_key
-from ..gate import Extent
 
 # How many bits of a float32 a normal number of the dtype lacks.
 _CUT = {torch.bfloat16: 16, torch.float16: 13}
@@ -15,8 +14,8 @@ _CUT = {torch.bfloat16: 16, torch.float16: 13}
 class Noise:
     """The random bits of some rows in one step."""
 
-    def __init__(self, key: int, extent: Extent, rows: Tensor, columns: int) -> None:
-        self._key, self._extent, self._rows, self._columns = key, extent, rows, columns
+    def __init__(self, key: int, rows: Tensor, columns: int) -> None:
+        self._key, self._rows, self._columns = key, rows, columns
 
     def rounded_weights(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
         """Weights, each rounded to a neighbour of this dtype."""
@@ -33,22 +32,13 @@ class Noise:
         return m, v, u
 
     def _row_keys(self) -> Tensor:
-        keys: Tensor = row_key(self._key, _in_table(self._rows, self._extent), low_word, mix_word)
+        keys: Tensor = row_key(self._key, self._rows, low_word, mix_word)
         return keys
 
     def _bits(self, keys: Tensor) -> Tensor:
         columns = torch.arange(self._columns, device=keys.device)
         bits: Tensor = random_bits(keys.unsqueeze(1), columns, low_word, mix_word)
         return bits
-
-
-def _in_table(rows: Tensor, extent: Extent) -> Tensor:
-    first, factor, count = extent
-    if factor == 1:
-        return rows + first
-    high, low = divmod(factor, 1 << 21)  # in two halves: the product itself may not fit into 64 bits
-    rows = (rows + first) % count
-    return (((rows * high % count) << 21) % count + rows * low % count) % count
 
 
 def rounded(numbers: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
