@@ -42,7 +42,7 @@ from ._plan import DenseStep, Group, Plan, RowStep, checked_gradient, steps_take
 from ._rows import Init
 from ._rules.adam import kept_under
 from ._state import State, allocate, ensure_moments, misfit
-from ._torch_internals import never_compiled, plainly
+from ._torch_internals import optimizer_step, plainly
 from ._waiting import take_over
 
 
@@ -107,8 +107,7 @@ class RowOptimizer(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @never_compiled  # type: ignore[untyped-decorator]  # dynamo leaves only torch's own optimizers alone
-    @torch.no_grad()
+    @optimizer_step
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Perform one step. Return the result of ``closure``, if given.
 
@@ -120,10 +119,6 @@ class RowOptimizer(Optimizer):
         Returns:
             What ``closure`` returns, or None.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         # Before the lock: two optimizers in two threads that take over from each other would wait for each other.
         for group in self.param_groups:
             for param in group["params"]:
@@ -138,7 +133,7 @@ class RowOptimizer(Optimizer):
                 plainly(self._apply_rows, plan, backend)
                 if plan.dense:
                     self._step_dense(plan.dense, plan.group, backend)
-        return loss
+        return None  # the decorator calls the closure and returns its loss
 
     def _plans(self, backend: Backend) -> list[Plan]:
         return [self._plan(index, group, backend) for index, group in enumerate(self.param_groups)]
