@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import functools
 import gc
-from typing import Any, cast
+import weakref
+from collections.abc import Iterable, MutableMapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +20,6 @@ from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.nn.parallel import DistributedDataParallel
 
 from ._state import State
-from ._torch_internals import parameters_of_ddp
 
 
 def replace_table(param: Tensor, table: Tensor, state: State, changed: State) -> None:
@@ -26,7 +27,9 @@ def replace_table(param: Tensor, table: Tensor, state: State, changed: State) ->
 
     Whatever is raised on the way, an interrupt too, leaves parameter, state and gradient as they were.
     """
-    renew = ddp_around(param) is None
+    if is_averaged(param):
+        gc.collect()  # a wrapper that nobody uses any more may still be there
+    renew = not is_averaged(param)  # the wrapper has hooks on the old node
     if not renew and table.shape != param.shape:
         raise RuntimeError(
             f"the parameter belongs to a DistributedDataParallel that was created when it had {len(param)} rows; "
@@ -68,22 +71,19 @@ def _refuse_if(moved: list[bool], shape: tuple[int, ...], _: Any) -> None:
         )
 
 
-def ddp_around(param: Tensor) -> DistributedDataParallel | None:
-    """The DistributedDataParallel that has hooks on the node of this parameter, which a new node would not have.
+_wrappers: MutableMapping[int, DistributedDataParallel] = weakref.WeakValueDictionary()
+"""By the id of a parameter, which the wrapper keeps alive. Not an attribute of it, which would be pickled with it."""
 
-    Nothing on the parameter tells, so this looks for the wrapper among all objects: 30 ms per million of them, in
-    programs with a process group only.
+
+def note_ddp(wrapper: DistributedDataParallel, params: Iterable[Tensor]) -> None:
+    """Note that this wrapper averages the gradients of these parameters."""
+    for param in params:
+        _wrappers[id(param)] = wrapper
+
+
+def is_averaged(param: Tensor) -> bool:
+    """Whether ``rowstep.distributed.ddp`` averages its gradients, which then name rows that other ranks have read.
+
+    torch's own DistributedDataParallel leaves no trace on a parameter, and is not seen.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None
-    if _find_ddp_around(param) is None:
-        return None
-    gc.collect()  # a wrapper that nobody uses any more may still be there
-    return _find_ddp_around(param)
-
-
-def _find_ddp_around(param: Tensor) -> DistributedDataParallel | None:
-    for thing in gc.get_objects():
-        if issubclass(type(thing), DistributedDataParallel) and any(param is own for own in parameters_of_ddp(thing)):
-            return cast(DistributedDataParallel, thing)
-    return None
+    return id(param) in _wrappers

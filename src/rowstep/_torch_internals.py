@@ -15,8 +15,8 @@ what                                  for what                                  
 ``_len_torch_dispatch_stack``,        tensors that only stand for shapes        catch-ups run on them, and fail
 ``detect_fake_mode``, ``FakeTensor``
 ``_disable_current_modes``            a flush in a finalizer                    it runs under the modes in force
-``_module_parameters``,               DistributedDataParallel around a table    no error for surgery under DDP, nor for
-``_get_active_ddp_module``                                                      a sharded table in torch's own DDP
+``_module_parameters``,               what DistributedDataParallel reduces      no error for a sharded table in torch's
+``_get_active_ddp_module``                                                      own DDP, nor for surgery under ours
 ``_execution_engine``                 work at the end of a backward pass        ``distributed.ddp`` fails at once
 ``_current_graph_task_id``            tables that a rank has not used           the same
 ``_set_params_and_buffers_to_         sharded tables inside DDP                 the same

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from rowstep import DeferredAdam, StaleRowsError
 from rowstep.distributed import PeerError, ShardedEmbedding, ShardedEmbeddingBag, allreduce_hook, ddp
 from tests.helpers.gradients import same_bits
 from tests.helpers.ranks import Ranks, new_group_in_order
@@ -203,3 +205,28 @@ def options_and_copies(rank: int) -> None:
 
 def test_options_and_copies_that_cannot_work_are_refused(ranks: Ranks) -> None:
     ranks.run(2, options_and_copies)
+
+
+def other_ranks_rows(rank: int, path: Path) -> None:
+    """DeferredAdam knows of our wrapper that gradients name rows which others have read, and not of torch's."""
+    torchs = DistributedDataParallel
+    for wrap, options in ((torchs, {}), (torchs, {"allow_stale": True}), (ddp, {})):
+        torch.manual_seed(0)
+        table = nn.Embedding(8, WIDTH, sparse=True)
+        wrapped, optimizer = wrap(table), DeferredAdam(table.parameters(), **options)
+        for step in range(2):
+            optimizer.zero_grad()
+            torch.autograd.backward(wrapped(torch.tensor([2 * step + rank, 7])).sum())
+            if step == 0 or wrap is ddp or options:
+                optimizer.step()
+            else:
+                text = message_of(StaleRowsError, optimizer.step)
+                assert "wrap the model by rowstep.distributed.ddp, or pass allow_stale=True" in text
+
+    # What notes the wrapper is no part of what is saved.
+    torch.save(table.weight, path / str(rank))
+    assert same_bits(torch.load(path / str(rank), weights_only=True), table.weight)
+
+
+def test_a_deferred_table_under_ddp_reads_what_other_ranks_have_read(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, other_ranks_rows, tmp_path)

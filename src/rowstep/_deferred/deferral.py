@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -93,8 +92,6 @@ class Deferral:
         self._writes = -1
         """The table's version counter after the last legitimate write; -1 if it is not tracked."""
         self._counts_writes = False
-        self.wrapper: Callable[[], object] = lambda: None
-        """The DistributedDataParallel that averages the gradients, once that is known."""
 
     @property
     def step(self) -> int:

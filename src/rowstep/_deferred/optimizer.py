@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT, StateDict
 
 from .. import _backends
 from .._backends import Backend, Notes, Outcome, RowUpdate, admit, admit_state
-from .._commit import ddp_around
+from .._commit import is_averaged
 from .._gradient import RowGradient, all_rows, nonzero_rows, outside_message, rows_of_first_dimension
 from .._optimizer import RowOptimizer
 from .._options import check_learning_rate, refuse_shared_weights
@@ -32,7 +32,8 @@ Rate = tuple[float | Tensor, float]
 _WAYS_OUT = (
     "They were read before the last step, or in a way that cannot be seen (through an alias made earlier, a scripted "
     "module, a functorch transform). Run the backward pass before the next step, or call opt.catch_up(param, ids) or "
-    "opt.flush(param) before such a read"
+    "opt.flush(param) before such a read. DistributedDataParallel's gradients name rows that other ranks have read: "
+    "wrap the model by rowstep.distributed.ddp, or pass allow_stale=True"
 )
 
 
@@ -321,7 +322,7 @@ class DeferredAdam(RowOptimizer):
         outside, stale = backend.look_at(gradient, notes, deferral.schedule.step)
         if outside is not None:
             raise IndexError(outside_message(outside, deferral.row_count))
-        if stale and not self.allow_stale and not _is_averaged(deferral):
+        if stale and not self.allow_stale and not is_averaged(deferral.param):
             raise StaleRowsError(
                 f"{stale} of the gradient's {len(gradient.rows)} rows were not up to date when they were read; "
                 f"expected every row to be up to date. {_WAYS_OUT}"
@@ -346,7 +347,7 @@ class DeferredAdam(RowOptimizer):
             deferral.watch()  # before anything can wait
             # A gradient of all rows came dense: what it does not concern may wait still.
             names_all = len(update.gradient.rows) >= deferral.row_count
-            if names_all or self.allow_stale or deferral.wrapper() is not None:
+            if names_all or self.allow_stale or is_averaged(update.param):
                 deferral.catch_up(update.gradient.rows, backend)
 
     def _forget_strangers(self) -> None:
@@ -522,16 +523,6 @@ def _numbers_of(ids: Tensor, param: Tensor) -> Tensor:
             raise ValueError(f"the mask has {len(numbers)} entries; expected {_row_count(param)}, one per row")
         numbers = numbers.nonzero().view(-1)
     return numbers.to(device=param.device, dtype=torch.int64).contiguous()
-
-
-def _is_averaged(deferral: Deferral) -> bool:
-    """Whether the gradient is the mean over ranks: then it names rows too that other ranks have read, up to date."""
-    if deferral.wrapper() is None:
-        wrapper = ddp_around(deferral.param)
-        if wrapper is None:
-            return False
-        deferral.wrapper = weakref.ref(wrapper)
-    return True
 
 
 def _rate(group: Group) -> Rate:

@@ -20,8 +20,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from .._commit import note_ddp
 from .._part import ROW_ORDER
-from .._torch_internals import after_backward, entries_of, hidden_from_ddp, hide_from_ddp
+from .._torch_internals import after_backward, entries_of, hidden_from_ddp, hide_from_ddp, parameters_of_ddp
 from . import _exchange
 from ._dedupe import dedupe, sum_duplicates
 from ._table import ShardedTable
@@ -119,6 +120,7 @@ def ddp(model: nn.Module, process_group: ProcessGroup | None = None, **options: 
         options.setdefault("find_unused_parameters", True)
     twin = _exchange.twin_group(group)
     wrapped = _DataParallel(model, process_group=twin, **options)
+    note_ddp(wrapped, parameters_of_ddp(wrapped))
     if tables:
         wrapped.register_comm_hook(twin, allreduce_hook)
         if wrapped.find_unused_parameters:
