@@ -143,7 +143,7 @@ def _norm_over_ranks(parameters: list[Tensor], norm_type: float, foreach: bool |
     by_peers: dict[Peers | None, list[Tensor]] = {None: []}  # in one order on all ranks: the parameters'
     for param in parameters:
         part = part_of(param)
-        is_cut = part is not None and part.where != "everywhere"  # what every rank has whole counts once
+        is_cut = part is not None and not part.is_everywhere  # what every rank has whole counts once
         by_peers.setdefault(part.peers if part is not None and is_cut else None, []).append(param)
     if len(by_peers) == 1:
         return _total_norm(parameters, norm_type, foreach)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -55,8 +55,8 @@ class TablePart:
     positions: range
     peers: Peers | None
     """None in a single process without torch.distributed."""
-    where: Literal["divided", "here", "elsewhere", "everywhere"] = "divided"
-    """Whether every rank has a part of the table, one rank has it all, or every rank has."""
+    is_everywhere: bool = False
+    """Whether every rank has the whole table, instead of a part of it."""
     identity: tuple[int, ...] = ()
     """By which ranks know the table."""
 
@@ -69,7 +69,7 @@ class TablePart:
         shape = torch.Size(self.order.shape_in_state_dicts((self.order.rows, *local.shape[1:])))
         while local.dim() < len(shape):
             local = local.unsqueeze(-1)
-        if self.peers is None or self.where != "divided":
+        if self.peers is None or self.is_everywhere:
             return local
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard
@@ -153,8 +153,6 @@ def as_global_state(state: State, param: Tensor) -> State:
     part = part_of(param)
     if part is None:
         return state
-    if part.where == "elsewhere":  # the rank that has the table has its state
-        return {}
     constants = {} if part.order.is_by_id else {ROW_ORDER: part.order_as_tensor}
     return state | {key: part.as_global(state[key]) for key in row_slots(state)} | constants
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import rowstep
@@ -66,18 +65,18 @@ def announced(ids: tuple[Tensor, Tensor, Tensor, Tensor]) -> dict[str, Any]:
 def train(rank: int, ahead: bool) -> dict[str, Tensor]:
     model = Model()
     keys, names = list(model.state_dict()), [name for name, _ in model.named_parameters()]
-    collection = ShardedEmbeddingCollection.from_model(model, plan={"item.shop": 1})
+    collection = ShardedEmbeddingCollection.from_model(model, plan={"item.tags": "divided"})
     assert isinstance(model.user, ShardedEmbedding)
     assert model.friend is model.user
     assert isinstance(model.item.tags, ShardedEmbeddingBag)
     assert type(model.words) is nn.Embedding
     assert [name for name, _ in model.named_parameters()] == names
     own = [key for key in model.state_dict() if not key.endswith("rowstep_row_order")]
-    assert own == [key for key in keys if key != "item.shop.weight" or rank == 1]
+    assert own == keys
     assert list(collection) == ["user", "item.tags", "item.shop"]
     text = str(collection)
     assert "left alone: words (another module uses its weight)" in text
-    assert "on rank 1" in text
+    assert "table 'item.shop': 7 x 5, torch.float64, everywhere" in text
     assert not list(collection.parameters()), "they are the model's"
 
     wrapped: Any = ddp(model)
@@ -220,8 +219,8 @@ def test_what_is_wrong_on_one_rank_is_heard_on_all(ranks: Ranks) -> None:
         (lambda: ShardedEmbeddingCollection({}), "there are no tables"),
         (lambda: ShardedEmbeddingCollection({"a.b": (3, 2)}), r"a table cannot be called 'a\.b'"),
         (lambda: ShardedEmbeddingCollection({"type": (3, 2)}), "a table cannot be called 'type'"),
-        (lambda: ShardedEmbeddingCollection({"user": (3, 2)}, plan={"item": 0}), "fixed names 'item'"),
-        (lambda: ShardedEmbeddingCollection({"user": (3, 2)}, plan={"user": 1}), "Invalid placement: 1"),
+        (lambda: ShardedEmbeddingCollection({"user": (3, 2)}, plan={"item": "divided"}), "plan names 'item'; expected"),
+        (lambda: ShardedEmbeddingCollection({"user": (3, 2)}, plan={"user": "rows"}), "Invalid placement: 'rows'"),
         (lambda: ShardedEmbeddingCollection({"user": (3, 2)}, gradient="max"), "Invalid gradient value: 'max'"),
     ],
 )
@@ -233,18 +232,3 @@ def test_what_cannot_be_built_is_refused(build: Callable[[], object], text: str)
 def test_a_table_has_to_be_a_module_or_a_size() -> None:
     with pytest.raises(TypeError, match=r"table 'user' is a Linear; expected an nn\.Embedding"):
         ShardedEmbeddingCollection({"user": nn.Linear(2, 2)})  # type: ignore[dict-item]
-
-
-def sub_groups(rank: int) -> None:
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    torch.manual_seed(rank // 2)
-    tables = ShardedEmbeddingCollection({"user": (50, 4), "item": (20, 4)}, group=pairs[rank // 2], plan={"item": 1})
-    ids = torch.arange(5) + rank
-    read = tables({"user": ids, "item": ids})
-    torch.autograd.backward([value.sum() for value in read.values()])
-    assert torch.equal(read["item"], tables["item"].full_weight()[ids])
-    assert (tables["item"].weight.grad is None) == (rank % 2 == 0)
-
-
-def test_each_group_has_tables_of_its_own(ranks: Ranks) -> None:
-    ranks.run(4, sub_groups)

@@ -63,14 +63,18 @@ def test_tables_of_another_dtype_on_one_rank(ranks: Ranks) -> None:
 
 
 def other_options(rank: int) -> None:
-    for options in ({"width": WIDTH + rank}, {"gradient": ("sum", "mean")[rank]}, {"placement": ("divided", 0)[rank]}):
+    for options in (
+        {"width": WIDTH + rank},
+        {"gradient": ("sum", "mean")[rank]},
+        {"placement": ("divided", "everywhere")[rank]},
+    ):
         table = ShardedEmbedding(ROWS, options.pop("width", WIDTH), **options)  # type: ignore[arg-type]
         assert "came together for different things" in message_of(partial(table, IDS))
     sizes = {"user": (ROWS, WIDTH), "item": (ROWS + rank, WIDTH)}
-    plans: list[dict[str, str | int]] = [{"user": 0, "item": 0}, {"user": rank, "item": "divided"}]
-    for plan in plans:
-        tables = ShardedEmbeddingCollection(sizes, plan=plan)
+    for item in ("divided", ("divided", "everywhere")[rank]):
+        tables = ShardedEmbeddingCollection(sizes, plan={"user": "divided", "item": item})
         assert "came together for different things" in message_of(partial(tables, {"user": IDS}))
+        sizes["item"] = (ROWS, WIDTH)
     works(ShardedEmbedding(ROWS, WIDTH))
 
 
@@ -202,10 +206,6 @@ def test_after_an_error_on_one_rank_all_go_on_in_step(ranks: Ranks) -> None:
 
 
 def sums_of_different_things(rank: int) -> None:
-    torch.manual_seed(0)
-    tables = [ShardedEmbeddingCollection({"user": (ROWS, WIDTH), "item": (ROWS, 3 + n)}) for n in range(2)]
-    assert "use of table 'user', table 'item'" in message_of(tables[rank].use)
-    assert "use of" in message_of(tables[0].use if rank else lambda: tables[0]({"user": IDS}))
     parts = [ShardedEmbedding(ROWS, WIDTH) for _ in range(2)]
     for part in parts:
         part(IDS).sum().backward()
@@ -213,11 +213,8 @@ def sums_of_different_things(rank: int) -> None:
     assert "clipping of gradients" in message_of(lambda: rowstep.clip_grad_norm_(weights[rank], 1.0))
     norm = (2.0, float("inf"))[rank]
     assert "clipping of gradients" in message_of(lambda: rowstep.clip_grad_norm_(weights, 1.0, norm_type=norm))
-    factored = [rowstep.SparseAdam([weight], second_moment="factored") for weight in weights]
-    assert "step with factored moments" in message_of(factored[rank].step)
-    assert "clipping" in message_of(factored[0].step if rank else lambda: rowstep.clip_grad_norm_(weights, 1.0))
-    for optimizer in factored:
-        optimizer.step()
+    lookup = partial(parts[0], IDS)
+    assert "clipping" in message_of(lookup if rank else lambda: rowstep.clip_grad_norm_(weights, 1.0))
 
 
 def test_ranks_that_add_up_different_things(ranks: Ranks) -> None:

@@ -3,26 +3,19 @@
 from .. import _torch_version as _torch_version  # first of all: it refuses a torch that is too old
 from ._checkpoint import load
 from ._collection import ShardedEmbeddingCollection
-from ._costs import bytes_per_step
 from ._ddp import allreduce_hook, ddp
 from ._embedding import ShardedEmbedding, ShardedEmbeddingBag
 from ._exchange import PeerError
-from ._plan import Plan, Size, Use, plan_tables
 from ._traffic import Traffic, count_traffic
 
 __all__ = [
     "PeerError",
-    "Plan",
     "ShardedEmbedding",
     "ShardedEmbeddingBag",
     "ShardedEmbeddingCollection",
-    "Size",
     "Traffic",
-    "Use",
     "allreduce_hook",
-    "bytes_per_step",
     "count_traffic",
     "ddp",
     "load",
-    "plan_tables",
 ]

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from . import _exchange
 from ._embedding import ShardedEmbedding, ShardedEmbeddingBag
 from ._fetch import Desk, Lookup
-from ._placement import Place
-from ._plan import Plan, Use, plan_tables
+from ._placement import default_place
 from ._replace import embeddings_of
 
 Plain = nn.Embedding | nn.EmbeddingBag
@@ -39,8 +37,8 @@ class ShardedEmbeddingCollection(nn.Module):
         tables: a plain ``nn.Embedding`` or ``nn.EmbeddingBag`` for each name. Every rank passes the same ones. If only
             sizes are given (a module on the meta device, or a tuple of rows and width for an Embedding), new rows are
             drawn, the same for any plan and any number of ranks that share a seed.
-        plan: where each table is: ``"divided"``, ``"everywhere"`` or the number of a rank, by name. It must be the same
-            on every rank. ``plan_tables`` places the tables that it does not name.
+        plan: where each table is, by name: ``"divided"`` or ``"everywhere"``. It must be the same on every rank. Of
+            the tables that it does not name, those of up to 100 rows are everywhere, and larger ones divided.
         gradient: how to combine the ranks' gradients of a row: ``"mean"`` or ``"sum"``.
         group: the process group; by default all ranks.
         device: of tables of which only the sizes are given.
@@ -60,7 +58,7 @@ class ShardedEmbeddingCollection(nn.Module):
         self,
         tables: Mapping[str, Plain | tuple[int, int]],
         *,
-        plan: Mapping[str, Place] | None = None,
+        plan: Mapping[str, str] | None = None,
         gradient: str = "mean",
         group: ProcessGroup | None = None,
         device: Any = None,
@@ -78,15 +76,17 @@ class ShardedEmbeddingCollection(nn.Module):
     def _begin(
         self,
         plain: Mapping[str, Plain],
-        plan: Mapping[str, Place] | None,
+        plan: Mapping[str, str] | None,
         gradient: str,
         group: ProcessGroup | None,
         device: Any,
     ) -> None:
         if not plain:
             raise ValueError("there are no tables; expected at least one")
-        _, ranks = _exchange.ranks_of(_exchange.default_group(group))
-        self.plan: Plan = plan_tables(plain, ranks, fixed=plan)
+        plan = plan or {}
+        if unknown := [name for name in plan if name not in plain]:
+            raise ValueError(f"plan names {', '.join(map(repr, unknown))}; expected only {', '.join(map(repr, plain))}")
+        self.plan = {name: plan.get(name, default_place(module.num_embeddings)) for name, module in plain.items()}
         """Where each table is. For another plan, make another collection, and load a checkpoint into it."""
         self.left_alone: dict[str, str] = {}
         """Embeddings of a model that ``from_model`` has not replaced, and why."""
@@ -99,7 +99,7 @@ class ShardedEmbeddingCollection(nn.Module):
         cls,
         model: nn.Module,
         *,
-        plan: Mapping[str, Place] | None = None,
+        plan: Mapping[str, str] | None = None,
         gradient: str = "mean",
         group: ProcessGroup | None = None,
     ) -> ShardedEmbeddingCollection:
@@ -154,7 +154,7 @@ class ShardedEmbeddingCollection(nn.Module):
 
     def extra_repr(self) -> str:
         left = [f"left alone: {name} ({reason})" for name, reason in self.left_alone.items()]
-        return "\n".join([str(self.plan), *left])
+        return "\n".join([*(table.described for table in self._tables.values()), *left])
 
     # Lookups
 
@@ -228,13 +228,6 @@ class ShardedEmbeddingCollection(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_own_desk"}
 
-    def use(self) -> dict[str, Use]:
-        """How many ids were looked up in each table so far, and how many distinct ones: per rank and step, on average.
-
-        For ``plan_tables``. All ranks of the group call this together, and get the same numbers.
-        """
-        return dict(zip(self._tables, self._desk.use(), strict=True))
-
 
 def _as_module(name: str, table: Plain | tuple[int, int], dtype: torch.dtype | None) -> Plain:
     if type(table) in (nn.Embedding, nn.EmbeddingBag):
@@ -249,7 +242,7 @@ def _as_module(name: str, table: Plain | tuple[int, int], dtype: torch.dtype | N
     return nn.Embedding(rows, width, device="meta", dtype=dtype)
 
 
-def _shard(name: str, plain: Plain, place: Place, gradient: str, group: ProcessGroup | None, device: Any) -> Sharded:
+def _shard(name: str, plain: Plain, place: str, gradient: str, group: ProcessGroup | None, device: Any) -> Sharded:
     kind: Any = ShardedEmbedding if isinstance(plain, nn.Embedding) else ShardedEmbeddingBag
     table: Sharded = kind.from_embedding(plain, group=group, gradient=gradient, placement=place, device=device)
     table.be_called(name)

@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812  # as torch's own documents h
 
 from ._dedupe import Deduped
 from ._fetch import Lookup
-from ._placement import DIVIDED, Place
+from ._placement import DIVIDED
 from ._table import ShardedTable
 
 
@@ -44,8 +44,7 @@ class ShardedEmbedding(ShardedTable):
         group: the process group; by default all ranks. In a process without torch.distributed the table is not sharded.
         gradient: how to combine the ranks' gradients of a row: ``"mean"``, as under DistributedDataParallel, or
             ``"sum"``.
-        placement: ``"divided"`` by rows over all ranks, ``"everywhere"`` (whole on every rank), or the number of the
-            rank that gets the whole table.
+        placement: ``"divided"`` by rows over all ranks, or ``"everywhere"``: whole on every rank.
 
     Examples:
         >>> import torch
@@ -77,7 +76,7 @@ class ShardedEmbedding(ShardedTable):
         *,
         group: ProcessGroup | None = None,
         gradient: str = "mean",
-        placement: Place = DIVIDED,
+        placement: str = DIVIDED,
     ) -> None:
         super().__init__(
             num_embeddings,
@@ -116,7 +115,7 @@ class ShardedEmbedding(ShardedTable):
         *,
         group: ProcessGroup | None = None,
         gradient: str = "mean",
-        placement: Place = DIVIDED,
+        placement: str = DIVIDED,
         device: Any = None,
     ) -> ShardedEmbedding:
         """Shard an Embedding. Every rank passes the same full table and keeps its own rows.
@@ -127,7 +126,7 @@ class ShardedEmbedding(ShardedTable):
             embedding: a plain nn.Embedding.
             group: the process group; by default all ranks.
             gradient: how to combine the ranks' gradients of a row: ``"mean"`` or ``"sum"``.
-            placement: ``"divided"``, ``"everywhere"``, or the number of a rank.
+            placement: ``"divided"`` or ``"everywhere"``.
             device: of a table on the meta device.
 
         Examples:
@@ -190,8 +189,7 @@ class ShardedEmbeddingBag(ShardedTable):
         group: the process group; by default all ranks. In a process without torch.distributed the table is not sharded.
         gradient: how to combine the ranks' gradients of a row: ``"mean"``, as under DistributedDataParallel, or
             ``"sum"``.
-        placement: ``"divided"`` by rows over all ranks, ``"everywhere"`` (whole on every rank), or the number of the
-            rank that gets the whole table.
+        placement: ``"divided"`` by rows over all ranks, or ``"everywhere"``: whole on every rank.
 
     Examples:
         >>> import torch
@@ -220,7 +218,7 @@ class ShardedEmbeddingBag(ShardedTable):
         *,
         group: ProcessGroup | None = None,
         gradient: str = "mean",
-        placement: Place = DIVIDED,
+        placement: str = DIVIDED,
     ) -> None:
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f"Invalid mode value: {mode!r}; expected 'sum', 'mean' or 'max'")
@@ -297,7 +295,7 @@ class ShardedEmbeddingBag(ShardedTable):
         *,
         group: ProcessGroup | None = None,
         gradient: str = "mean",
-        placement: Place = DIVIDED,
+        placement: str = DIVIDED,
         device: Any = None,
     ) -> ShardedEmbeddingBag:
         """Shard an EmbeddingBag, as ``ShardedEmbedding.from_embedding`` does an Embedding.
@@ -306,7 +304,7 @@ class ShardedEmbeddingBag(ShardedTable):
             embedding: a plain nn.EmbeddingBag.
             group: the process group; by default all ranks.
             gradient: how to combine the ranks' gradients of a row: ``"mean"`` or ``"sum"``.
-            placement: ``"divided"``, ``"everywhere"``, or the number of a rank.
+            placement: ``"divided"`` or ``"everywhere"``.
             device: of a table on the meta device.
         """
         weight, device = embedding.weight, _device_of(embedding, device)

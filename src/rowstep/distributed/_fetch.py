@@ -29,8 +29,6 @@ from . import _exchange
 from ._dedupe import Deduped, dedupe
 from ._journey import Group, Journey, bring_rows
 from ._map import Counts, JointMap, Request, cut
-from ._placement import EVERYWHERE
-from ._plan import Use
 from ._topic import Topic, fingerprint, ledger_of
 
 if TYPE_CHECKING:
@@ -61,7 +59,7 @@ class Desk:
 
     def __init__(self, tables: Sequence[ShardedTable], name: str) -> None:
         kinds = [
-            (table.placement.place == EVERYWHERE, table.has_bags, table.embedding_dim, str(table.weight.dtype))
+            (table.placement.is_everywhere, table.has_bags, table.embedding_dim, str(table.weight.dtype))
             for table in tables
         ]
         self._order = sorted(range(len(tables)), key=kinds.__getitem__)
@@ -74,7 +72,6 @@ class Desk:
         self._topics: dict[tuple[object, ...], Topic] = {}
         self._is_compared = False
         """Whether ranks have found that they begin with the same rows, where every rank has all of them."""
-        self._count, self._ids, self._distinct = 0, [0] * len(tables), [0] * len(tables)
         none = torch.empty(0)
         self._nothing = Asked([], [], Deduped(none, none, none, none), Request(none, [[0] * len(tables)] * ranks))
 
@@ -110,7 +107,6 @@ class Desk:
         groups, lengths = self._groups(has_grads), [shape.numel() for shape in asked.shapes]
         wanted_rows = asked.request.counts
         found = self._cut(asked.found, groups, lengths, wanted_rows)
-        self._note_use(lengths, wanted_rows)
         journey = Journey(self._tables, groups, topic, number, wanted_rows, counts, rows, found, lengths)
         received = bring_rows(journey, read)
         if any(has_grads):
@@ -133,7 +129,7 @@ class Desk:
     def _groups(self, has_grads: Sequence[bool]) -> list[Group]:
         groups: list[Group] = []
         for number, (table, has_grad) in enumerate(zip(self._tables, has_grads, strict=True)):
-            is_everywhere = table.placement.place == EVERYWHERE
+            is_everywhere = table.placement.is_everywhere
             group = Group(range(number, number + 1), table.kind, table.has_bags, is_everywhere, has_grad)
             if groups and not table.has_bags and groups[-1][1:] == group[1:]:
                 group = group._replace(tables=range(groups.pop().tables.start, number + 1))
@@ -181,22 +177,6 @@ class Desk:
                     result = lookup.reduce(rows, of_group._replace(places=of_group.places.view(shape)))
                 results[self._order[number]] = result
         return results
-
-    def _note_use(self, lengths: Sequence[int], wanted: Counts) -> None:
-        self._count += 1
-        for number, (length, table) in enumerate(zip(lengths, self._tables, strict=True)):
-            self._ids[number] += length
-            ranks = wanted[:1] if table.placement.place == EVERYWHERE else wanted
-            self._distinct[number] += sum(counts[number] for counts in ranks)
-
-    def use(self) -> list[Use]:
-        """How each table was used by a rank in a step, on average over steps and ranks."""
-        numbers = torch.tensor([self._count, *self._ids, *self._distinct], dtype=torch.float64)
-        if self._group is not None:
-            numbers = _exchange.GroupPeers(self._group).sum(numbers, f"use of {self._name}", self._identity)
-        _, *rest = (numbers / max(1.0, float(numbers[0]))).tolist()
-        uses = [Use(*each) for each in zip(rest[: len(self._order)], rest[len(self._order) :], strict=True)]
-        return [uses[self._order.index(number)] for number in range(len(uses))]
 
 
 def refuse_torchs_ddp(weights: Sequence[Tensor]) -> None:

@@ -224,7 +224,7 @@ def _for_ranks(group: Group, sums: Tensor, ranks: int) -> Tensor:
 
 def _arrived(journey: Journey, number: int, parts: list[Tensor], uses: list[bool] | None) -> Arrived | None:
     """What has arrived for a table, of ranks whose loss depends on it."""
-    if not journey.tables[number].is_here or (uses is not None and not any(uses)):
+    if uses is not None and not any(uses):
         return None
     rows = journey.rows[number]
     if uses is not None and not all(uses):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ._dedupe import Deduped
-from ._placement import DIVIDED, EVERYWHERE, Placement
+from ._placement import Placement
 
 Counts = list[list[int]]
 """Of rows: by rank, then by table."""
@@ -38,7 +38,7 @@ class JointMap:
 
     def __init__(self, placements: Sequence[Placement], ranks: int) -> None:
         self.ranks, self.tables = ranks, len(placements)
-        self._placed = sum(placement.place != EVERYWHERE for placement in placements)
+        self._placed = sum(not placement.is_everywhere for placement in placements)
         """How many tables are not everywhere."""
         self._starts = list(itertools.accumulate((placement.span for placement in placements), initial=0))
         room = self._starts[self._placed]
@@ -46,13 +46,12 @@ class JointMap:
         last = ranks * room + self._starts[-1] - room
         self._key_dtype = torch.int32 if last < 2**31 else torch.int64  # sorts 1.4x faster
         self._number_dtype = torch.int32 if self._starts[-1] < 2**31 else torch.int64
-        # A key is position + position // block * (room - block) + offset: of a table on one rank there is one block.
+        # A key is position + position // block * (room - block) + offset: of a table everywhere there is one block.
         self._blocks = [placement.span for placement in placements]
         self._offsets = [
-            start + (ranks - 1) * room * (place == EVERYWHERE) + (place * room if isinstance(place, int) else 0)
-            for start, place in zip(self._starts, (placement.place for placement in placements), strict=False)
+            start + (ranks - 1) * room * placement.is_everywhere
+            for start, placement in zip(self._starts, placements, strict=False)
         ]
-        self._is_divided = any(placement.place == DIVIDED for placement in placements)
         self._room = room
         firsts = [rank * room + start for rank in range(ranks) for start in self._starts[: self._placed]]
         firsts += [(ranks - 1) * room + start for start in self._starts[self._placed : -1]]
@@ -62,7 +61,7 @@ class JointMap:
         """Of rows by their positions in each table."""
         joint, lengths = torch.cat(list(positions)), [len(each) for each in positions]
         keys = joint + _repeated(self._offsets, lengths, joint)
-        if self._is_divided and self.ranks > 1:
+        if self._placed and self.ranks > 1:
             blocks = _repeated(self._blocks, lengths, joint)
             keys += (joint // blocks) * (self._room - blocks)
         return keys.to(self._key_dtype)

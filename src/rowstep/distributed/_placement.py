@@ -1,9 +1,8 @@
 """Which rank owns which row: pure arithmetic.
 
-A table is placed in one of three ways:
+A table is placed in one of two ways:
 
     divided      every rank owns a block of its rows, in an order of their own (``_layout``) that spreads popular ids
-    on one rank  that rank owns all of them, in the order of their ids
     everywhere   every rank has all of them, and steps them alike
 
     id ──order──> position ──placement──> (rank, row of that rank's block)
@@ -11,15 +10,21 @@ A table is placed in one of three ways:
 
 from __future__ import annotations
 
-from numbers import Integral
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from .._layout import RowOrder
 
 DIVIDED, EVERYWHERE = "divided", "everywhere"
 
-Place = str | int
-"""What users write: ``"divided"``, ``"everywhere"``, or the number of the rank that gets the whole table."""
+SMALL_TABLE_ROWS = 100
+"""A collection puts tables of up to so many rows everywhere, and divides larger ones, unless told otherwise.
+
+A table with few rows per rank does not divide evenly: with 12 per rank, the fullest rank has up to 8% more than the
+mean, with 3 a third more, and some ranks have none. Everywhere, every rank bears the same load. But every gradient goes
+to every rank, which at W ranks takes W/2 times the bytes: of 100 rows of width 16 up to 0.4 MB per rank and step at 64
+ranks. It is a number of rows, and not of rows per rank, so that a table is placed alike on any number of ranks: torch's
+``dcp.load`` can then read what another number of ranks has saved.
+"""
 
 
 class Blocks(NamedTuple):
@@ -46,46 +51,34 @@ class Placement(NamedTuple):
 
     rows: int
     ranks: int
-    place: Place = DIVIDED
+    place: str = DIVIDED
 
     @classmethod
-    def checked(cls, rows: int, ranks: int, place: Place) -> Placement:
+    def checked(cls, rows: int, ranks: int, place: str) -> Placement:
         """The placement that a user asks for."""
-        if isinstance(place, Integral) and not isinstance(place, bool):  # NumPy's too
-            place = int(place)
-        is_rank = type(place) is int
-        if place not in (DIVIDED, EVERYWHERE) if not is_rank else not 0 <= place < ranks:  # type: ignore[operator]
-            raise ValueError(
-                f"Invalid placement: {place!r}; expected {DIVIDED!r}, {EVERYWHERE!r} or the number of one of the "
-                f"{ranks} ranks"
-            )
+        if place not in (DIVIDED, EVERYWHERE):
+            raise ValueError(f"Invalid placement: {place!r}; expected {DIVIDED!r} or {EVERYWHERE!r}")
         return cls(rows, ranks, place)
+
+    @property
+    def is_everywhere(self) -> bool:
+        return self.place == EVERYWHERE
 
     @property
     def order(self) -> RowOrder:
         """In what order the rows lie."""
-        return RowOrder.spread(self.rows) if self.place == DIVIDED else RowOrder.by_id(self.rows)
+        return RowOrder.by_id(self.rows) if self.is_everywhere else RowOrder.spread(self.rows)
 
     def of(self, rank: int) -> range:
         """The positions that this rank holds."""
-        if self.place == DIVIDED:
-            return Blocks(self.rows, self.ranks).of(rank)
-        return range(self.rows if self.place in (EVERYWHERE, rank) else 0)
-
-    def seen_from(self, rank: int) -> Literal["divided", "here", "elsewhere", "everywhere"]:
-        """Where the table is for this rank."""
-        if isinstance(self.place, str):
-            return "divided" if self.place == DIVIDED else "everywhere"
-        return "here" if self.place == rank else "elsewhere"
+        return range(self.rows) if self.is_everywhere else Blocks(self.rows, self.ranks).of(rank)
 
     @property
     def span(self) -> int:
         """How many rows the fullest rank holds, at least one."""
-        return Blocks(self.rows, self.ranks).size if self.place == DIVIDED else max(1, self.rows)
+        return max(1, self.rows) if self.is_everywhere else Blocks(self.rows, self.ranks).size
 
-    def blocks(self) -> list[tuple[int, range]]:
-        """The first position of each block that rows are cut into, and the ranks that hold it."""
-        if self.place == DIVIDED:
-            size = Blocks(self.rows, self.ranks).size
-            return [(min(rank * size, self.rows), range(rank, rank + 1)) for rank in range(self.ranks)]
-        return [(0, range(self.ranks) if isinstance(self.place, str) else range(self.place, self.place + 1))]
+
+def default_place(rows: int) -> str:
+    """Where a collection puts a table of so many rows."""
+    return EVERYWHERE if rows <= SMALL_TABLE_ROWS else DIVIDED

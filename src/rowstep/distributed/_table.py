@@ -18,7 +18,7 @@ from . import _exchange
 from ._fetch import Desk, Lookup
 from ._names import Identity, identity_of_copy, new_identity
 from ._parcels import Kind, as_bytes
-from ._placement import DIVIDED, EVERYWHERE, Place, Placement
+from ._placement import Placement
 from ._topic import Topic
 
 # Fresh rows are drawn in chunks of positions, each from a seed of its own, so that they do not depend on the ranks.
@@ -55,7 +55,7 @@ class ShardedTable(nn.Module):
         dtype: torch.dtype | None,
         group: ProcessGroup | None,
         gradient: str,
-        placement: Place,
+        placement: str,
     ) -> None:
         super().__init__()
         if scale_grad_by_freq:
@@ -82,7 +82,7 @@ class ShardedTable(nn.Module):
             self.placement.order,
             self.placement.of(self.rank),
             peers,
-            self.placement.seen_from(self.rank),
+            self.placement.is_everywhere,
             self.identity,
         )
         rows = torch.empty(len(self._shard.positions), embedding_dim, device=device, dtype=dtype)
@@ -130,15 +130,14 @@ class ShardedTable(nn.Module):
 
     def _fresh_rows(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Ids, and rows drawn for them, in chunks: all that this rank holds, whatever the placement of the table."""
-        spread = Placement(self.num_embeddings, self.ranks, DIVIDED)
-        held = spread.of(self.rank) if self.placement.place == DIVIDED else self._shard.positions
+        order, held = RowOrder.spread(self.num_embeddings), self._shard.positions
         for chunk in range(held.start // _ROWS_PER_SEED, -(-held.stop // _ROWS_PER_SEED)):
             generator = torch.Generator("cpu").manual_seed((seed + 0x9E3779B97F4A7C15 * chunk) % 2**63)
             shape = (_ROWS_PER_SEED, self.embedding_dim)
             rows = torch.randn(shape, generator=generator, dtype=self.weight.dtype, device="cpu")
             first = chunk * _ROWS_PER_SEED
             positions = torch.arange(first, min(first + _ROWS_PER_SEED, self.num_embeddings), device="cpu")
-            yield spread.order.ids(positions), rows[: len(positions)]
+            yield order.ids(positions), rows[: len(positions)]
 
     @torch.no_grad()
     def _take_rows_of(self, full_weight: Tensor) -> None:
@@ -152,7 +151,7 @@ class ShardedTable(nn.Module):
         """The whole table, by id, on every rank. All ranks of the group must call this together."""
         topic = Topic(f"gathering of {self.label}")
         local = _exchange.agree(topic, self.weight.detach, self.group)  # it may have to catch up, and fail
-        if self.placement.place == EVERYWHERE:
+        if self.placement.is_everywhere:
             return local.clone()
         full = torch.empty(self.num_embeddings, self.embedding_dim, dtype=local.dtype, device=local.device)
         lengths = [len(self.placement.of(rank)) for rank in range(self.ranks)]
@@ -214,14 +213,9 @@ class ShardedTable(nn.Module):
 
     def contents_in_common(self) -> str:
         """In words, a checksum of rows that every rank has to have alike."""
-        if self.placement.place != EVERYWHERE or self.ranks == 1:
+        if not self.placement.is_everywhere or self.ranks == 1:
             return ""
         return f", rows with checksum {zlib.crc32(as_bytes(self.weight.detach()).cpu().numpy().tobytes()):08x}"
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this rank owns rows of the table; if not, it has no gradient of it, and takes no steps."""
-        return self._shard.where != "elsewhere"
 
     @property
     def kind(self) -> Kind:
@@ -255,8 +249,6 @@ class ShardedTable(nn.Module):
 
     def read(self, rows: Tensor) -> Tensor:
         """These rows of this rank's block; rows that wait catch up."""
-        if not self.is_here:
-            return torch.empty(0, self.embedding_dim, dtype=self.weight.dtype, device=self.weight.device)
         return F.embedding(rows, self.weight, self._local_padding, self.max_norm, self.norm_type)
 
     def gradient_of(self, rows: Tensor, grads: Tensor) -> Tensor:
@@ -298,9 +290,6 @@ class ShardedTable(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self._shard.where == "elsewhere":
-            del destination[prefix + "weight"]  # the rank that has the table saves it
-            return
         destination[prefix + "weight"] = self._shard.as_global(destination[prefix + "weight"])
         if prefix + ROW_ORDER in destination:
             destination[prefix + ROW_ORDER] = self._shard.order_as_tensor
@@ -308,9 +297,7 @@ class ShardedTable(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         given = dict(state_dict)
         constants, loaded = given.pop(prefix + ROW_ORDER, None), given.get(prefix + "weight")
-        if self._shard.where == "elsewhere":
-            given[prefix + "weight"] = self.weight.detach()
-        elif loaded is not None:
+        if loaded is not None:
             given[prefix + "weight"] = self._shard.as_local(loaded, self._shard.order_of(constants, loaded))
         if not self._shard.order.is_by_id and (loaded is not None or constants is not None):
             given[prefix + ROW_ORDER] = self._shard.order_as_tensor
