@@ -15,8 +15,6 @@ import rowstep
 import rowstep.distributed
 from tests.helpers.ranks import Ranks
 
-TABLES = ("none", "plain", "sharded")
-
 
 class Model(nn.Module):
     """Three layers with six gradients, and a table."""
@@ -61,8 +59,7 @@ def clip_sharded(rank: int, table: str, max_norm: float) -> tuple[Any, dict[str,
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm), grads
 
 
-@pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize("max_norm", [0.01, 1e9])
+@pytest.mark.parametrize(("table", "max_norm"), [("none", 0.01), ("plain", 0.01), ("sharded", 0.01), ("sharded", 1e9)])
 def test_gradients_under_fsdp_are_clipped(ranks: Ranks, table: str, max_norm: float) -> None:
     alone = model_with("plain" if table == "sharded" else table)
     torch.autograd.backward(alone(torch.tensor([1, 2, 2])))

@@ -40,6 +40,20 @@ def works(table: ShardedEmbedding) -> None:
 # Different tables under one number
 
 
+def other_tables(rank: int) -> None:
+    tables = [ShardedEmbedding(ROWS, WIDTH) for _ in range(2)]
+    message = message_of(lambda: tables[rank](IDS))
+    assert "rank 0: lookup of table 1 (table 1: 11 x 4, torch.float32, divided, with gradients); rank 1" in message
+    with torch.set_grad_enabled(rank == 0):
+        message = message_of(lambda: tables[0](IDS))
+    assert (
+        "divided, with gradients); rank 1: lookup of table 1 (table 1: 11 x 4, torch.float32, divided, wit" in message
+    )
+    tables[1].weight.requires_grad_(rank == 1)
+    assert "came together for different things" in message_of(lambda: tables[1](IDS))
+    works(tables[0])
+
+
 def other_dtypes(rank: int) -> None:
     torch.manual_seed(0)
     for make in (ShardedEmbedding, ShardedEmbeddingBag):
@@ -58,10 +72,6 @@ def other_dtypes(rank: int) -> None:
     assert "table 'user': " not in message, "of tables, only those that differ are told apart"
 
 
-def test_tables_of_another_dtype_on_one_rank(ranks: Ranks) -> None:
-    ranks.run(3, other_dtypes)
-
-
 def other_options(rank: int) -> None:
     for options in (
         {"width": WIDTH + rank},
@@ -76,10 +86,6 @@ def other_options(rank: int) -> None:
         assert "came together for different things" in message_of(partial(tables, {"user": IDS}))
         sizes["item"] = (ROWS, WIDTH)
     works(ShardedEmbedding(ROWS, WIDTH))
-
-
-def test_tables_of_other_sizes_or_options_on_one_rank(ranks: Ranks) -> None:
-    ranks.run(2, other_options)
 
 
 def look_up_a_copy(rank: int) -> None:
@@ -107,8 +113,9 @@ def look_up_a_copy(rank: int) -> None:
     assert tables({"user": IDS})["user"].any()
 
 
-def test_a_copy_is_not_its_original(ranks: Ranks) -> None:
-    ranks.run(2, look_up_a_copy)
+@pytest.mark.parametrize("program", [other_tables, other_dtypes, other_options, look_up_a_copy])
+def test_ranks_that_look_up_different_tables(ranks: Ranks, program: Callable[[int], None]) -> None:
+    ranks.run(2, program)
 
 
 def test_tables_and_collections_can_be_pickled_in_one_process() -> None:
@@ -119,16 +126,6 @@ def test_tables_and_collections_can_be_pickled_in_one_process() -> None:
 
 
 # Backward passes that only some ranks make
-
-
-def goes_on_to_the_next_lookup(rank: int) -> None:
-    tables = [ShardedEmbedding(ROWS, WIDTH) for _ in range(2)]
-    first = tables[0](IDS).sum()
-    message = message_of(lambda: tables[1](IDS) if rank == 1 else first.backward())
-    assert "backward pass of the lookup of table 1" in message
-    assert "rank 1: lookup of table 2" in message
-    for table in tables:
-        works(table)
 
 
 def goes_on_to_the_next_step(rank: int) -> None:
@@ -152,8 +149,14 @@ def goes_on_to_the_next_step(rank: int) -> None:
         )
 
 
-def in_another_order(rank: int) -> None:
+def go_on_or_in_another_order(rank: int) -> None:
     tables = [ShardedEmbedding(ROWS, WIDTH) for _ in range(2)]
+    first = tables[0](IDS).sum()
+    message = message_of(lambda: tables[1](IDS) if rank == 1 else first.backward())
+    assert "backward pass of the lookup of table 1" in message
+    assert "rank 1: lookup of table 2" in message
+    for table in tables:
+        works(table)
     losses = [table(IDS).sum() for table in tables]
     assert "backward pass of the lookup of table 2" in message_of(losses[rank].backward)
     again = [tables[0](IDS).sum() for _ in range(2)]  # of one table, in two lookups
@@ -171,38 +174,10 @@ def clips_instead(rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("count", "program"),
-    [(2, goes_on_to_the_next_lookup), (3, goes_on_to_the_next_step), (2, in_another_order), (2, clips_instead)],
+    [(2, go_on_or_in_another_order), (3, goes_on_to_the_next_step), (2, clips_instead)],
 )
 def test_a_backward_pass_that_some_ranks_leave_out(ranks: Ranks, count: int, program: Callable[[int], None]) -> None:
     ranks.run(count, program)
-
-
-def goes_on_after_an_error(rank: int) -> list[float]:
-    """One rank's loss raises, and the program goes on with the next batch on all ranks."""
-    torch.manual_seed(0)
-    tables = ShardedEmbeddingCollection({"user": (ROWS, WIDTH), "item": (5, WIDTH)}, plan={"item": "everywhere"})
-    single = ShardedEmbedding(ROWS, WIDTH)
-    optimizer = rowstep.SparseAdam([*tables.parameters(), *single.parameters()])
-    for step in range(9):
-        optimizer.zero_grad()
-        try:
-            loss = tables({"user": IDS, "item": IDS % 5})["item"].sum() + single(IDS).sum()
-            if step % 3 == 1 and rank == step % 2:
-                raise KeyError("no such batch")
-            loss.backward()
-            optimizer.step()
-        except KeyError:
-            assert "item" in message_of(lambda: tables({}))
-            dist.barrier()
-        except PeerError:
-            dist.barrier()
-    return [float(optimizer.state[table.weight]["step"]) for table in (tables["item"], single)]
-
-
-def test_after_an_error_on_one_rank_all_go_on_in_step(ranks: Ranks) -> None:
-    steps = ranks.run(2, goes_on_after_an_error)
-    assert steps[0] == steps[1]
-    assert steps[0] == [6, 6], "three of nine steps were lost"
 
 
 def sums_of_different_things(rank: int) -> None:

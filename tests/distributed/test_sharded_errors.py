@@ -49,9 +49,7 @@ IDS = torch.tensor([[1, 2, 3], [4, 4, 0]])
 BAD_IDS: list[tuple[Any, str, str]] = [
     (torch.tensor([1, ROWS]), "IndexError", f"id {ROWS} is outside the table; expected 0 <= id < {ROWS}"),
     (torch.tensor([5, -1]), "IndexError", "id -1 is outside the table"),
-    (torch.tensor([2**40]), "IndexError", f"id {2**40} is outside the table"),
     (torch.tensor([1.0]), "TypeError", "the ids are torch.float32; expected a tensor of torch.int32 or torch.int64"),
-    (torch.tensor([True]), "TypeError", "the ids are torch.bool"),
     ([1, 2], "TypeError", "the ids are list"),
     (None, "TypeError", "the ids are NoneType"),
     (torch.tensor([1], device="meta"), "ValueError", "the ids are on meta; expected cpu, the table's device"),
@@ -59,11 +57,8 @@ BAD_IDS: list[tuple[Any, str, str]] = [
 
 BAD_BAGS: list[tuple[tuple[Any, ...], str, str]] = [
     ((torch.tensor([1, 2, ROWS]), torch.tensor([0])), "IndexError", f"id {ROWS} is outside"),
-    ((torch.tensor([1, 2, 3]), torch.tensor([1])), "RuntimeError", "offsets[0] has to be 0"),
     ((torch.tensor([1, 2, 3]), torch.tensor([0, 9])), "RuntimeError", "offsets[-1] can not be greater than input's"),
     ((torch.tensor([1, 2, 3]),), "ValueError", "offsets has to be a 1D Tensor"),
-    ((IDS, torch.tensor([0, 1])), "ValueError", "if input is 2D, then offsets has to be None"),
-    ((torch.zeros(2, 2, 2, dtype=torch.int64),), "ValueError", "input has to be 1D or 2D Tensor"),
     ((IDS, None, torch.rand(3)), "ValueError", "must have the same shape as the input"),
     ((IDS, None, torch.rand(2, 3, dtype=torch.float64)), "RuntimeError", "per_sample_weights"),
 ]
@@ -196,36 +191,14 @@ def test_clipping_that_raises_on_one_rank_raises_on_all(ranks: Ranks) -> None:
         ({"sparse": False}, "sparse=False is not supported"),
         ({"gradient": "median"}, "Invalid gradient value: 'median'; expected 'mean' or 'sum'"),
         ({"padding_idx": ROWS}, "padding_idx is 103; expected -103 <= padding_idx < 103"),
-        ({"padding_idx": -ROWS - 1}, "padding_idx is -104"),
         ({"_weight": torch.zeros(ROWS + 1, WIDTH)}, r"the full table has shape \(104, 3\); expected \(103, 3\)"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(cls: type[nn.Module], options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         cls(ROWS, WIDTH, **options)
-
-
-def test_a_mode_that_there_is_not_is_refused() -> None:
     with pytest.raises(ValueError, match="Invalid mode value: 'median'; expected 'sum', 'mean' or 'max'"):
         ShardedEmbeddingBag(ROWS, WIDTH, mode="median")
-
-
-def test_an_embedding_whose_gradients_are_scaled_cannot_be_divided() -> None:
-    with pytest.raises(ValueError, match="scale_grad_by_freq"):
-        ShardedEmbedding.from_embedding(nn.Embedding(ROWS, WIDTH, scale_grad_by_freq=True))
-    with pytest.raises(ValueError, match="scale_grad_by_freq"):
-        ShardedEmbeddingBag.from_embedding(nn.EmbeddingBag(ROWS, WIDTH, scale_grad_by_freq=True))
-
-
-def test_in_a_single_process_errors_are_plain_ones() -> None:
-    for bad, kind, text in BAD_IDS:
-        outcome = outcome_of(partial(ShardedEmbedding(ROWS, WIDTH), bad))
-        assert outcome[0] == kind
-        assert text in outcome[1]
-    for arguments, kind, text in BAD_BAGS:
-        outcome = outcome_of(partial(ShardedEmbeddingBag(ROWS, WIDTH, mode="sum"), *arguments))
-        assert outcome[0] == kind
-        assert text in outcome[1]
 
 
 # Row surgery
@@ -236,13 +209,9 @@ def surgery(rank: int) -> None:
         torch.manual_seed(0)
         table = ShardedEmbedding(ROWS, WIDTH)
         optimizer: Any = make(table.parameters())
-        if isinstance(optimizer, rowstep.DeferredAdam):
-            optimizer.attach(table)
-        for _ in range(2):
-            table(torch.arange(60)).sum().backward()
-            optimizer.step()
-        before = table.full_weight()
-        weight = table.weight
+        table(torch.arange(60)).sum().backward()
+        optimizer.step()
+        before, weight = table.full_weight(), table.weight
         for operate in (
             partial(optimizer.grow, weight, 2),
             partial(optimizer.keep_rows, weight, torch.arange(2)),
@@ -251,25 +220,17 @@ def surgery(rank: int) -> None:
             kind, text = outcome_of(operate)
             assert kind == "ValueError", kind
             assert f"{len(weight)} of the {ROWS} rows of a sharded table; expected an unsharded table" in text, text
-        assert torch.equal(table.full_weight(), before)
 
         ids = torch.tensor([3, 50, 99])
         optimizer.reset_rows(weight, table.local_rows(ids))
         assert torch.equal(table.full_weight(), before)
-        order, owned = table._shard.order, table._shard.positions
-        moments = optimizer.state_dict()["state"][0]["exp_avg"].full_tensor()
+        moments = optimizer.state_dict()["state"][0]["exp_avg"].full_tensor().flatten(1)
         known = torch.zeros(ROWS, dtype=torch.bool)
-        known[order.ids(torch.arange(ROWS))] = moments.flatten(1).ne(0).any(1)
-        expected = torch.arange(ROWS) < 60
-        expected[ids] = False
-        assert torch.equal(known, expected)
-        mine = [position - owned.start for position in order.positions(ids).tolist() if position in owned]
-        assert table.local_rows(ids).tolist() == mine
+        known[table._shard.order.ids(torch.arange(ROWS))] = moments.ne(0).any(1)
+        assert torch.equal(known.nonzero().view(-1), torch.tensor([id for id in range(60) if id not in (3, 50)]))
         kind, text = outcome_of(partial(table.local_rows, torch.tensor([ROWS])))
         assert kind == "IndexError"
         assert f"id {ROWS} is outside the table" in text
-        table(torch.arange(60)).sum().backward()  # and training goes on
-        optimizer.step()
 
 
 def test_rows_of_a_shard_can_be_reset_but_not_added_dropped_or_moved(ranks: Ranks) -> None:
