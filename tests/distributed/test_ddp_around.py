@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from rowstep import DeferredAdam, StaleRowsError
-from rowstep.distributed import PeerError, ShardedEmbedding, ShardedEmbeddingBag, allreduce_hook, ddp
+from rowstep.distributed import PeerError, ShardedEmbedding, ShardedEmbeddingBag, ddp
 from tests.helpers.gradients import same_bits
 from tests.helpers.ranks import Ranks, new_group_in_order
 
@@ -192,7 +192,7 @@ def options_and_copies(rank: int) -> None:
     wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
     torch.autograd.backward(wrapped(torch.tensor([rank])).sum())
     assert "register_comm_hook" in message_of(
-        RuntimeError, lambda: ddp(replicated).register_comm_hook(None, allreduce_hook)
+        RuntimeError, lambda: ddp(replicated).register_comm_hook(None, default_hooks.allreduce_hook)
     )
 
     for action in (copy.copy, copy.deepcopy, pickle.dumps):

@@ -3,7 +3,7 @@
 from .. import _torch_version as _torch_version  # first of all: it refuses a torch that is too old
 from ._checkpoint import load
 from ._collection import ShardedEmbeddingCollection
-from ._ddp import allreduce_hook, ddp
+from ._ddp import ddp
 from ._embedding import ShardedEmbedding, ShardedEmbeddingBag
 from ._exchange import PeerError
 from ._traffic import Traffic, count_traffic
@@ -14,7 +14,6 @@ __all__ = [
     "ShardedEmbeddingBag",
     "ShardedEmbeddingCollection",
     "Traffic",
-    "allreduce_hook",
     "count_traffic",
     "ddp",
     "load",

@@ -32,45 +32,21 @@ from ._unused import give_empty_gradients
 _WRAPPING = Topic("wrapping of a model by ddp")
 
 
-def allreduce_hook(
-    group: ProcessGroup | None,
+def _average(
+    group: ProcessGroup,
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch's stubs lack it
 ) -> torch.futures.Future[Tensor]:
     """A DDP communication hook that averages sparse gradients over ranks correctly. Dense ones use torch's hook.
 
-    ``ddp`` registers it. Duplicates are summed before sending. The received gradients are concatenated in rank order
-    and left uncoalesced. Not for ``static_graph=True``.
-
-    Args:
-        group: the process group; by default all ranks.
-        bucket: what DDP hands over.
-
-    Returns:
-        A future of the mean gradient.
-
-    Examples:
-        >>> import torch
-        >>> from torch.nn.parallel import DistributedDataParallel
-        >>> from rowstep.distributed import allreduce_hook
-        >>> store = torch.distributed.HashStore()
-        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-        >>> model = DistributedDataParallel(torch.nn.EmbeddingBag(10, 2, sparse=True))
-        >>> model.register_comm_hook(None, allreduce_hook)
-        >>> model(torch.tensor([[1, 3]])).sum().backward()
-        >>> model.module.weight.grad.is_sparse
-        True
-        >>> del model  # first: torch may hang if a wrapped model outlives its process group
-        >>> torch.distributed.destroy_process_group()
+    Duplicates are summed before sending. The received gradients are concatenated in rank order and left uncoalesced.
     """
     gradient = bucket.buffer()
     if not gradient.is_sparse:
-        return default_hooks.allreduce_hook(group, bucket)  # type: ignore[arg-type]  # it takes None
-    own = _exchange.default_group(group)
-    assert own is not None, "DDP runs in a process group"
+        return default_hooks.allreduce_hook(group, bucket)
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     # Not now but when this rank's backward pass is through: where a rank does not use a table, DDP hands its gradient
     # over early, and waiting here for the others would keep them waiting for this rank's part in a sharded table's.
-    after_backward(lambda: done.set_result(_mean_over_ranks(gradient, own)))
+    after_backward(lambda: done.set_result(_mean_over_ranks(gradient, group)))
     return done
 
 
@@ -122,7 +98,7 @@ def ddp(model: nn.Module, process_group: ProcessGroup | None = None, **options: 
     wrapped = _DataParallel(model, process_group=twin, **options)
     note_ddp(wrapped, parameters_of_ddp(wrapped))
     if tables:
-        wrapped.register_comm_hook(twin, allreduce_hook)
+        wrapped.register_comm_hook(twin, _average)
         if wrapped.find_unused_parameters:
             give_empty_gradients(wrapped, tables)
     return wrapped
