@@ -40,7 +40,7 @@ class Peers(Protocol):
     def gather_numbers(self, measure: Callable[[], float], what: str, *about: object) -> list[float]:
         """What every rank measures. If that raises on some rank, all ranks raise.
 
-        So they do unless ranks come for the same, as ``what`` says in words, and ``about`` in plain values.
+        So they do unless all ranks call this with the same ``what``, in words, and ``about``, in plain values.
         """
 
     def before_step(self) -> None:

@@ -50,7 +50,7 @@ def other_tables(rank: int) -> None:
         "divided, with gradients); rank 1: lookup of table 1 (table 1: 11 x 4, torch.float32, divided, wit" in message
     )
     tables[1].weight.requires_grad_(rank == 1)
-    assert "came together for different things" in message_of(lambda: tables[1](IDS))
+    assert "ranks are out of sync" in message_of(lambda: tables[1](IDS))
     works(tables[0])
 
 
@@ -79,11 +79,11 @@ def other_options(rank: int) -> None:
         {"placement": ("divided", "everywhere")[rank]},
     ):
         table = ShardedEmbedding(ROWS, options.pop("width", WIDTH), **options)  # type: ignore[arg-type]
-        assert "came together for different things" in message_of(partial(table, IDS))
+        assert "ranks are out of sync" in message_of(partial(table, IDS))
     sizes = {"user": (ROWS, WIDTH), "item": (ROWS + rank, WIDTH)}
     for item in ("divided", ("divided", "everywhere")[rank]):
         tables = ShardedEmbeddingCollection(sizes, plan={"user": "divided", "item": item})
-        assert "came together for different things" in message_of(partial(tables, {"user": IDS}))
+        assert "ranks are out of sync" in message_of(partial(tables, {"user": IDS}))
         sizes["item"] = (ROWS, WIDTH)
     works(ShardedEmbedding(ROWS, WIDTH))
 
@@ -105,7 +105,7 @@ def look_up_a_copy(rank: int) -> None:
 
     tables = ShardedEmbeddingCollection({"user": (ROWS, WIDTH), "item": (ROWS, WIDTH)})
     clones = copy.deepcopy(tables)
-    assert "came together for different things" in message_of(lambda: (tables, clones)[rank]({"user": IDS}))
+    assert "ranks are out of sync" in message_of(lambda: (tables, clones)[rank]({"user": IDS}))
     assert torch.equal(clones({"user": IDS})["user"], tables({"user": IDS})["user"])
     with torch.no_grad():
         clones["user"].weight.zero_()
@@ -251,7 +251,7 @@ def never_comes(rank: int) -> str:
 
 def test_a_rank_that_never_comes_is_not_waited_for_longer_than_its_group_says(ranks: Ranks) -> None:
     waited, late = ranks.run(2, never_comes)
-    assert "did not come to the backward pass of the lookup of table '0'" in waited
+    assert "timed out waiting for other ranks, or lost them, in the backward pass of the lookup of table '0'" in waited
     assert "this rank made no backward pass of the last lookup of table '0'" in late
 
 

@@ -32,13 +32,13 @@ from .._optimizer import RowOptimizer
 from .._part import ROW_ORDER
 from .._state import BY_ROW, MOMENTS, OF_MOMENTS
 from . import _exchange
+from ._operation import Operation
 from ._placement import Blocks
-from ._topic import Topic
 
 _PER_ROW = frozenset(BY_ROW) - frozenset(MOMENTS)
 _SECOND_MOMENTS = tuple(name for name in OF_MOMENTS if name.startswith("exp_avg_sq"))
 
-_LOADING = Topic("loading of a checkpoint")
+_LOADING = Operation("loading of a checkpoint")
 _ALONE = "torch.distributed is disabled, unavailable or uninitialized"  # what torch warns of in a single process
 
 

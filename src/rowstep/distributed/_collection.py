@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ._embedding import ShardedEmbedding, ShardedEmbeddingBag
-from ._fetch import Desk, Lookup
+from ._fetch import JointLookup, Lookup
 from ._placement import default_place
 from ._replace import embeddings_of
 
@@ -169,7 +169,7 @@ class ShardedEmbeddingCollection(nn.Module):
         Returns:
             What was looked up, by the name of the table.
         """
-        results = self._desk.look_up(lambda: self._lookups(ids))
+        results = self._joint_lookup.look_up(lambda: self._lookups(ids))
         return dict(
             zip((name for name in self._tables if name in ids), (r for r in results if r is not None), strict=True)
         )
@@ -216,17 +216,19 @@ class ShardedEmbeddingCollection(nn.Module):
                 table.announced = None
 
     @property
-    def _desk(self) -> Desk:
-        desk: Desk | None = self.__dict__.get("_own_desk")
-        if desk is None:
+    def _joint_lookup(self) -> JointLookup:
+        lookup: JointLookup | None = self.__dict__.get("_own_lookup")
+        if lookup is None:
             tables = list(self._tables.values())
             labels = [table.label for table in tables]
-            desk = Desk(tables, ", ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else ""))
-            self.__dict__["_own_desk"] = desk
-        return desk
+            lookup = JointLookup(
+                tables, ", ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else "")
+            )
+            self.__dict__["_own_lookup"] = lookup
+        return lookup
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_own_desk"}
+        return {key: value for key, value in self.__dict__.items() if key != "_own_lookup"}
 
 
 def _as_module(name: str, table: Plain | tuple[int, int], dtype: torch.dtype | None) -> Plain:
@@ -245,7 +247,7 @@ def _as_module(name: str, table: Plain | tuple[int, int], dtype: torch.dtype | N
 def _shard(name: str, plain: Plain, place: str, gradient: str, group: ProcessGroup | None, device: Any) -> Sharded:
     kind: Any = ShardedEmbedding if isinstance(plain, nn.Embedding) else ShardedEmbeddingBag
     table: Sharded = kind.from_embedding(plain, group=group, gradient=gradient, placement=place, device=device)
-    table.be_called(name)
+    table.set_label(name)
     return table.train(plain.training)
 
 

@@ -25,11 +25,11 @@ from .._part import ROW_ORDER
 from .._torch_internals import after_backward, entries_of, hidden_from_ddp, hide_from_ddp, parameters_of_ddp
 from . import _exchange
 from ._dedupe import dedupe, sum_duplicates
+from ._operation import Operation
 from ._table import ShardedTable
-from ._topic import Topic
 from ._unused import give_empty_gradients
 
-_WRAPPING = Topic("wrapping of a model by ddp")
+_WRAPPING = Operation("wrapping of a model by ddp")
 
 
 def _average(
@@ -91,7 +91,7 @@ def ddp(model: nn.Module, process_group: ProcessGroup | None = None, **options: 
     hide_from_ddp(model, _names_of_sharded(model))
     for name, module in model.named_modules():
         if isinstance(module, ShardedTable):
-            module.be_called(name)
+            module.set_label(name)
     if tables:
         options.setdefault("find_unused_parameters", True)
     twin = _exchange.twin_group(group)

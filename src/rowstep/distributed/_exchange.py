@@ -1,9 +1,9 @@
 """Every collective of this library, each a small function that counts what it sends.
 
-Ranks come together in a *meeting*: each tells each other what it has come for. If they have come for different things
-(other tables, a lookup and a backward pass), if one of them has failed, or if one does not come in time, all of them
-raise and say so. Whatever is sent after that has been agreed on. All meetings send messages of one size, so that ranks
-that are at odds still understand each other.
+Ranks *synchronize* before they send: each tells each other which operation it is about to run. If those differ (other
+tables, a lookup and a backward pass), if one rank has failed, or if one does not arrive in time, all of them raise and
+say so. Whatever is sent after that has been agreed on. Headers are of one size, so that ranks that are out of sync can
+still read them.
 
 ``_fetch`` tells what a lookup sends, and why in that order. DTensors and torch's checkpoints send by themselves.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .._torch_internals import new_group, timeout_of
-from ._topic import Topic, fingerprint, ledger_of
+from ._operation import Operation, fingerprint, pending_of
 from ._traffic import count
 
 _T = TypeVar("_T")
@@ -32,7 +32,7 @@ _S = TypeVar("_S")
 
 
 class PeerError(RuntimeError):
-    """Another rank raised, did something else or did not come, in a call that all ranks make together.
+    """Another rank raised, did something else or did not arrive, in a call that all ranks make together.
 
     The message names the table and the rank, and quotes what went wrong there. After it, the tables remain usable,
     except after a timeout.
@@ -107,18 +107,18 @@ def _device_for(group: ProcessGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-# Meetings
+# Synchronization
 
 
-def meet(
-    topic: Topic,
+def synchronize(
+    operation: Operation,
     numbers: Sequence[int],
     group: ProcessGroup | None,
     *,
     failure: Exception | None = None,
     kind: str = "headers",
 ) -> list[int]:
-    """Come together with all ranks for ``topic``; tell each rank one number, and return what each tells this one.
+    """Wait until all ranks are about to run ``operation``; send each rank one number, and return what each has sent.
 
     A ``failure`` is raised on the rank that met it, and a :class:`PeerError` on all others.
     """
@@ -127,24 +127,24 @@ def meet(
         if failure is not None:
             raise failure
         return list(numbers)
-    word = topic.key << 1 | (failure is not None)
+    word = operation.key << 1 | (failure is not None)
     told = torch.tensor([[word, number] for number in numbers], device=_device_for(group))
     heard = torch.empty_like(told)
     count(kind, 16 * (ranks - 1))
-    with _naming(topic, group):
+    with _naming(operation, group):
         dist.all_to_all_single(heard, told, group=_channel(group))
     words, answers = heard.t().tolist()
     if any(word & 1 for word in words):
-        _raise_everywhere(failure, topic, group)
+        _raise_everywhere(failure, operation, group)
     if len(set(words)) > 1:
-        _raise_at_odds(topic, group)
+        _raise_out_of_sync(operation, group)
     return cast(list[int], answers)
 
 
-def agree(topic: Topic, action: Callable[[], _T], group: ProcessGroup | None) -> _T:
+def agree(operation: Operation, action: Callable[[], _T], group: ProcessGroup | None) -> _T:
     """The result of ``action``, if it raises on no rank; if it does on some, all ranks raise."""
     result, failure = attempt(action, instead=None)
-    meet(topic, [0] * ranks_of(group)[1], group, failure=failure, kind="votes")
+    synchronize(operation, [0] * ranks_of(group)[1], group, failure=failure, kind="votes")
     return cast(_T, result)
 
 
@@ -156,48 +156,48 @@ def attempt(action: Callable[[], _T], instead: _S) -> tuple[_T | _S, Exception |
         return instead, error
 
 
-def _raise_everywhere(failure: Exception | None, topic: Topic, group: ProcessGroup) -> None:
-    """Raise this rank's own failure, or tell it what the others have met. Every rank comes here."""
-    ledger_of(group).open.clear()  # ranks may have got out of step, and begin anew
-    reports = _gather_objects(failure and f"{type(failure).__name__}: {failure}", topic, group)
+def _raise_everywhere(failure: Exception | None, operation: Operation, group: ProcessGroup) -> None:
+    """Raise this rank's own failure, or report those of the others. Every rank calls this."""
+    pending_of(group).open.clear()  # ranks may have got out of step, and begin anew
+    reports = _gather_objects(failure and f"{type(failure).__name__}: {failure}", operation, group)
     if failure is not None:
         raise failure
     failed = "; ".join(f"rank {rank}: {report}" for rank, report in enumerate(reports) if report is not None)
     raise PeerError(f"this call failed on other ranks: {failed}")
 
 
-def _raise_at_odds(topic: Topic, group: ProcessGroup) -> None:
-    """Tell every rank what each of them has come for. Every rank comes here."""
-    ledger_of(group).open.clear()
-    texts: list[tuple[str, list[str]]] = _gather_objects((topic.text, topic.details), topic, group)
+def _raise_out_of_sync(operation: Operation, group: ProcessGroup) -> None:
+    """Tell every rank what each of them was about to run. Every rank calls this."""
+    pending_of(group).open.clear()
+    texts: list[tuple[str, list[str]]] = _gather_objects((operation.text, operation.details), operation, group)
     common = set.intersection(*(set(details) for _, details in texts))
     came_for = []
     for rank, (text, details) in enumerate(texts):
         special = "; ".join(detail for detail in details if detail not in common)
         came_for.append(f"rank {rank}: {text}" + (f" ({special})" if special else ""))
     raise PeerError(
-        "ranks came together for different things; expected the same lookups and the same backward passes, in the "
+        "ranks are out of sync; expected the same lookups and the same backward passes, in the "
         f"same order, on every rank. {'; '.join(came_for)}"
     )
 
 
-def _gather_objects(mine: Any, topic: Topic, group: ProcessGroup) -> list[Any]:
+def _gather_objects(mine: Any, operation: Operation, group: ProcessGroup) -> list[Any]:
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    with _naming(topic, group):
+    with _naming(operation, group):
         dist.all_gather_object(gathered, mine, group=_channel(group))
     return gathered
 
 
 @contextlib.contextmanager
-def _naming(topic: Topic, group: ProcessGroup) -> Iterator[None]:
+def _naming(operation: Operation, group: ProcessGroup) -> Iterator[None]:
     """Say what this rank was waiting for if others do not come in time, or are gone."""
     try:
         yield
     except RuntimeError as error:
-        owed = ledger_of(group).in_words
+        owed = pending_of(group).in_words
         raise PeerError(
-            f"other ranks did not come to the {topic.text}, or are gone{f'; this rank made {owed}' if owed else ''}. "
-            f"torch says: {error}"
+            f"timed out waiting for other ranks, or lost them, in the {operation.text}"
+            f"{f'; this rank made {owed}' if owed else ''}. torch says: {error}"
         ) from error
 
 
@@ -205,7 +205,12 @@ def _naming(topic: Topic, group: ProcessGroup) -> Iterator[None]:
 
 
 def swap(
-    kind: str, outgoing: Tensor, sizes: Sequence[int], expected: Sequence[int], topic: Topic, group: ProcessGroup | None
+    kind: str,
+    outgoing: Tensor,
+    sizes: Sequence[int],
+    expected: Sequence[int],
+    operation: Operation,
+    group: ProcessGroup | None,
 ) -> Tensor:
     """Send ``sizes[r]`` rows of ``outgoing`` to each rank r; return the ``expected[r]`` rows that each sends."""
     rank, ranks = ranks_of(group)
@@ -214,7 +219,7 @@ def swap(
     bytes_per_row = math.prod(outgoing.shape[1:]) * outgoing.element_size()
     count(kind, (sum(sizes) - sizes[rank]) * bytes_per_row)
     incoming = outgoing.new_empty(sum(expected), *outgoing.shape[1:])
-    with _naming(topic, group):
+    with _naming(operation, group):
         dist.all_to_all_single(incoming, outgoing.contiguous(), list(expected), list(sizes), group=_channel(group))
     return incoming
 
@@ -240,7 +245,7 @@ def gather_uneven(group: ProcessGroup, *tensors: Tensor) -> list[Tensor]:
     return gathered
 
 
-def each_block(local: Tensor, lengths: list[int], topic: Topic, group: ProcessGroup | None) -> Iterator[Tensor]:
+def each_block(local: Tensor, lengths: list[int], operation: Operation, group: ProcessGroup | None) -> Iterator[Tensor]:
     """Every rank's block in turn, on all ranks; only one at a time is in memory."""
     if group is None:
         yield local
@@ -250,7 +255,7 @@ def each_block(local: Tensor, lengths: list[int], topic: Topic, group: ProcessGr
         block = local.contiguous() if mine else local.new_empty(length, *local.shape[1:])
         if mine:
             count("blocks", (len(lengths) - 1) * block.nbytes)
-        with _naming(topic, group):
+        with _naming(operation, group):
             dist.broadcast(block, group_src=rank, group=_channel(group))
         yield block
 
@@ -271,27 +276,31 @@ class GroupPeers:
         """What every rank measures. If that raises on some rank, all ranks raise."""
         number, failure = attempt(measure, instead=0.0)
         word = torch.tensor([number], dtype=torch.float64).view(torch.int64).item()
-        words = meet(
-            _topic(what, about), [int(word)] * ranks_of(self.group)[1], self.group, failure=failure, kind="gathered"
+        words = synchronize(
+            _operation(what, about), [int(word)] * ranks_of(self.group)[1], self.group, failure=failure, kind="gathered"
         )
         numbers: list[float] = torch.tensor(words, dtype=torch.int64).view(torch.float64).tolist()
         return numbers
 
     def sum(self, local: Tensor, what: str, *about: object) -> Tensor:
         """The sum of every rank's tensor of this shape, added in the order of ranks: the same bits on all."""
-        meet(_topic(what, (about, tuple(local.shape), local.dtype)), [0] * ranks_of(self.group)[1], self.group)
+        synchronize(
+            _operation(what, (about, tuple(local.shape), local.dtype)), [0] * ranks_of(self.group)[1], self.group
+        )
         group = _channel(self.group)
         gathered = gather_everywhere(local.to(_device_for(group)), group)
         return torch.stack(gathered).sum(dim=0).to(local.device)
 
     def before_step(self) -> None:
         """Raise on all ranks if only some of them have run the backward pass of a lookup."""
-        ledger = ledger_of(self.group)
-        if ledger.open:
-            about = fingerprint("step", *ledger.open)
-            meet(Topic(f"optimizer step, with {ledger.in_words}", about), [0] * ranks_of(self.group)[1], self.group)
-            ledger.open.clear()  # no rank has
+        pending = pending_of(self.group)
+        if pending.open:
+            about = fingerprint("step", *pending.open)
+            synchronize(
+                Operation(f"optimizer step, with {pending.in_words}", about), [0] * ranks_of(self.group)[1], self.group
+            )
+            pending.open.clear()  # no rank has
 
 
-def _topic(what: str, about: tuple[object, ...]) -> Topic:
-    return Topic(what, fingerprint(what, about), lambda: [str(fact) for fact in about])
+def _operation(what: str, about: tuple[object, ...]) -> Operation:
+    return Operation(what, fingerprint(what, about), lambda: [str(fact) for fact in about])

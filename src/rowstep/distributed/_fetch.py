@@ -5,7 +5,7 @@
     vote        whether every owner could read what it was asked for
     rows        what was asked for, from the owners to those who asked
 
-and in the backward pass (``_journey``)
+and in the backward pass (``_transfer``)
 
     headers     which lookup this is the backward pass of
     gradients   of the rows, to their owners; of a table that is everywhere, to all
@@ -27,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from .._torch_internals import parameters_of_ddp, running_ddp
 from . import _exchange
 from ._dedupe import Deduped, dedupe
-from ._journey import Group, Journey, bring_rows
 from ._map import Counts, JointMap, Request, cut
-from ._topic import Topic, fingerprint, ledger_of
+from ._operation import Operation, fingerprint, pending_of
+from ._transfer import Group, Transfer, transfer_rows
 
 if TYPE_CHECKING:
     from ._table import ShardedTable
@@ -54,7 +54,7 @@ class Asked(NamedTuple):
     request: Request
 
 
-class Desk:
+class JointLookup:
     """Where tables that share a group are looked up together: always the same ones, in the same order."""
 
     def __init__(self, tables: Sequence[ShardedTable], name: str) -> None:
@@ -69,7 +69,7 @@ class Desk:
         ranks = tables[0].ranks
         self._map = JointMap([table.placement for table in self._tables], ranks)
         self._identity = [(table.identity, table.placement, table.gradient) for table in self._tables]
-        self._topics: dict[tuple[object, ...], Topic] = {}
+        self._operations: dict[tuple[object, ...], Operation] = {}
         self._is_compared = False
         """Whether ranks have found that they begin with the same rows, where every rank has all of them."""
         none = torch.empty(0)
@@ -81,50 +81,50 @@ class Desk:
         ``begin`` says what to look up in each table, None where that is nothing; it may raise.
         """
         has_grads = tuple(torch.is_grad_enabled() and table.weight.requires_grad for table in self._tables)
-        topic = self._topic(has_grads)
+        operation = self._operation(has_grads)
 
         # Headers: how many rows each wants of each. A rank that cannot go on still sends one, and wants nothing.
         asked, failure = _exchange.attempt(lambda: self._ask(begin()), instead=self._nothing)
         wanted = [sum(counts) for counts in asked.request.counts]
         try:
-            owed = _exchange.meet(topic, wanted, self._group, failure=failure)
+            owed = _exchange.synchronize(operation, wanted, self._group, failure=failure)
         finally:
-            if not self._is_compared:  # a first topic has the rows themselves in it, and is not used again
-                self._topics.clear()
+            if not self._is_compared:  # a first operation has the rows themselves in it, and is not used again
+                self._operations.clear()
         self._is_compared = True
-        ledger = ledger_of(self._group)
-        number = ledger.next_number()
+        pending = pending_of(self._group)
+        number = pending.next_number()
 
         # Ids: which rows. They go to the owners, in the opposite direction to the rows.
-        numbers = _exchange.swap("ids", asked.request.numbers, wanted, owed, topic, self._group)
+        numbers = _exchange.swap("ids", asked.request.numbers, wanted, owed, operation, self._group)
         rows, counts = self._map.asked(numbers, owed)
 
         # Vote: to read rows may fail (deferred ones catch up first, and memory may run out). Every rank has to hear of
         # it before it waits for rows.
-        read = _exchange.agree(topic.then("vote", number), lambda: self._read(rows), self._group)
+        read = _exchange.agree(operation.then("vote", number), lambda: self._read(rows), self._group)
 
         # Rows: in the order of the numbers that were sent, which is that of the keys.
         groups, lengths = self._groups(has_grads), [shape.numel() for shape in asked.shapes]
         wanted_rows = asked.request.counts
         found = self._cut(asked.found, groups, lengths, wanted_rows)
-        journey = Journey(self._tables, groups, topic, number, wanted_rows, counts, rows, found, lengths)
-        received = bring_rows(journey, read)
+        transfer = Transfer(self._tables, groups, operation, number, wanted_rows, counts, rows, found, lengths)
+        received = transfer_rows(transfer, read)
         if any(has_grads):
-            ledger.expect_backward(number, self._name)
+            pending.expect_backward(number, self._name)
         return self._finish(asked, groups, found, received)
 
-    def _topic(self, has_grads: tuple[bool, ...]) -> Topic:
+    def _operation(self, has_grads: tuple[bool, ...]) -> Operation:
         """What ranks must have in common to look up together."""
         facts = (has_grads, *(table.weight.dtype for table in self._tables))
-        if facts not in self._topics:
+        if facts not in self._operations:
             words = [
                 f"{table.described}, {'with' if has_grad else 'without'} gradients"
                 + ("" if self._is_compared else table.contents_in_common())
                 for table, has_grad in zip(self._tables, has_grads, strict=True)
             ]
             key = fingerprint(self._identity, words)
-            self._topics[facts] = Topic(f"lookup of {self._name}", key, lambda: words)
-        return self._topics[facts]
+            self._operations[facts] = Operation(f"lookup of {self._name}", key, lambda: words)
+        return self._operations[facts]
 
     def _groups(self, has_grads: Sequence[bool]) -> list[Group]:
         groups: list[Group] = []
@@ -158,7 +158,7 @@ class Desk:
         found = dedupe(self._map.keys(positions))
         return Asked(lookups, [each.shape for each in ids], found, self._map.ask(found.numbers))
 
-    @torch.no_grad()  # their gradient comes with the journey
+    @torch.no_grad()  # their gradient comes with the transfer
     def _read(self, rows: list[Tensor]) -> list[Tensor]:
         return [table.read(numbers) for table, numbers in zip(self._tables, rows, strict=True)]
 

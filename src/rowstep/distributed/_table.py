@@ -15,11 +15,11 @@ from torch.nn import functional as F  # noqa: N812  # as torch's own documents h
 from .._layout import RowOrder
 from .._part import ROW_ORDER, TablePart, mark
 from . import _exchange
-from ._fetch import Desk, Lookup
+from ._fetch import JointLookup, Lookup
 from ._names import Identity, identity_of_copy, new_identity
-from ._parcels import Kind, as_bytes
+from ._operation import Operation
+from ._packing import Kind, as_bytes
 from ._placement import Placement
-from ._topic import Topic
 
 # Fresh rows are drawn in chunks of positions, each from a seed of its own, so that they do not depend on the ranks.
 _ROWS_PER_SEED = 4096
@@ -37,7 +37,7 @@ class ShardedTable(nn.Module):
     has_bags: bool
     """Whether a lookup gives a row for each bag of ids, instead of one for each id."""
 
-    _desk: Desk | None = None
+    _joint_lookup: JointLookup | None = None
 
     def __init__(
         self,
@@ -149,14 +149,14 @@ class ShardedTable(nn.Module):
     @torch.no_grad()
     def full_weight(self) -> Tensor:
         """The whole table, by id, on every rank. All ranks of the group must call this together."""
-        topic = Topic(f"gathering of {self.label}")
-        local = _exchange.agree(topic, self.weight.detach, self.group)  # it may have to catch up, and fail
+        operation = Operation(f"gathering of {self.label}")
+        local = _exchange.agree(operation, self.weight.detach, self.group)  # it may have to catch up, and fail
         if self.placement.is_everywhere:
             return local.clone()
         full = torch.empty(self.num_embeddings, self.embedding_dim, dtype=local.dtype, device=local.device)
         lengths = [len(self.placement.of(rank)) for rank in range(self.ranks)]
         first = 0
-        for block in _exchange.each_block(local, lengths, topic, self.group):
+        for block in _exchange.each_block(local, lengths, operation, self.group):
             positions = torch.arange(first, first + len(block), device=full.device)
             full[self._shard.order.ids(positions)] = block
             first += len(block)
@@ -191,10 +191,10 @@ class ShardedTable(nn.Module):
         number, *copies = self.identity
         return f"table {number}" + "".join(f", copy {copy}" for copy in copies)
 
-    def be_called(self, name: str) -> None:
+    def set_label(self, name: str) -> None:
         """Take the name that a collection, or a model, has for the table, unless it has one."""
         if name and not self._name:
-            self._name, self._desk = name, None
+            self._name, self._joint_lookup = name, None
 
     @contextlib.contextmanager
     def named_in_errors(self) -> Iterator[None]:
@@ -229,9 +229,9 @@ class ShardedTable(nn.Module):
     def _look_up(self, *arguments: Any) -> Tensor:
         if self.announced is not None:
             return self._announced_result(*arguments)
-        if self._desk is None:
-            self._desk = Desk([self], self.label)
-        (result,) = self._desk.look_up(lambda: [self.lookup(*arguments)])
+        if self._joint_lookup is None:
+            self._joint_lookup = JointLookup([self], self.label)
+        (result,) = self._joint_lookup.look_up(lambda: [self.lookup(*arguments)])
         assert result is not None, "there was a lookup"
         return result
 
@@ -309,7 +309,7 @@ class ShardedTable(nn.Module):
         self.identity = self._shard.identity = identity_of_copy(self.group, self.identity)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_desk": None, "announced": None}
+        return self.__dict__ | {"_joint_lookup": None, "announced": None}
 
     def extra_repr(self) -> str:
         text = f"{self.num_embeddings}, {self.embedding_dim}"

@@ -1,8 +1,9 @@
-"""What ranks come together for, and which backward passes this rank still owes the others.
+"""What a rank is about to run, which all ranks must agree on, and which backward passes it still owes the others.
 
 A rank that leaves a lookup out of its loss makes no backward pass of it, and the others wait for its part. So every
-lookup has a number, the same on all ranks, and is open until its backward pass begins. Ranks that meet for different
-things raise; and a step with open lookups is a meeting too. Where all ranks leave out the same ones, nothing is wrong.
+lookup has a number, the same on all ranks, and is open until its backward pass begins. Ranks that are about
+to run different operations raise; and before a step with open lookups, ranks synchronize too. Where all ranks leave out
+the same ones, nothing is wrong.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ def fingerprint(*facts: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=_BYTES).digest(), "little")
 
 
-class Topic:
-    """What a rank has come to a meeting for. Ranks have the same if ``key`` is the same."""
+class Operation:
+    """What a rank is about to run. It is the same on other ranks if ``key`` is the same."""
 
     __slots__ = ("_details", "key", "text")
 
@@ -37,13 +38,13 @@ class Topic:
         """What else there is to say if ranks are at odds."""
         return self._details()
 
-    def then(self, what: str, number: int) -> Topic:
+    def then(self, what: str, number: int) -> Operation:
         """What follows from this one in the lookup of this number."""
-        return Topic(f"{what} of the {self.text}", fingerprint(self.key, what, number), self._details)
+        return Operation(f"{what} of the {self.text}", fingerprint(self.key, what, number), self._details)
 
 
 @dataclass
-class Ledger:
+class PendingBackward:
     """The lookups of a group."""
 
     count: int = 0
@@ -68,11 +69,11 @@ class Ledger:
         return f"no backward pass of the last lookup of {', '.join(tables)}" if tables else ""
 
 
-_ledgers: MutableMapping[ProcessGroup, Ledger] = weakref.WeakKeyDictionary()
+_pending: MutableMapping[ProcessGroup, PendingBackward] = weakref.WeakKeyDictionary()
 
 
-def ledger_of(group: ProcessGroup | None) -> Ledger:
+def pending_of(group: ProcessGroup | None) -> PendingBackward:
     """The lookups of this group; for a process on its own, one that is forgotten."""
     if group is None:
-        return Ledger()
-    return _ledgers.setdefault(group, Ledger())
+        return PendingBackward()
+    return _pending.setdefault(group, PendingBackward())

@@ -20,8 +20,8 @@ from torch import Tensor
 from . import _exchange
 from ._dedupe import Deduped, sum_duplicates
 from ._map import Counts
-from ._parcels import Kind, as_bytes, joined, pack, unpack
-from ._topic import Topic, ledger_of
+from ._operation import Operation, pending_of
+from ._packing import Kind, as_bytes, joined, pack, unpack
 
 if TYPE_CHECKING:
     from ._table import ShardedTable
@@ -46,13 +46,13 @@ class Group(NamedTuple):
         return sum(counts[self.tables.start : self.tables.stop])
 
 
-class Journey(NamedTuple):
+class Transfer(NamedTuple):
     """What has to be known for the way there and back."""
 
     tables: Sequence[ShardedTable]
     groups: Sequence[Group]
     """Those that are everywhere are last."""
-    topic: Topic
+    operation: Operation
     number: int
     wanted: Counts
     """How many rows this rank has asked for."""
@@ -77,49 +77,49 @@ class Journey(NamedTuple):
     def group_of(self, table: int) -> Group:
         return next(group for group in self.groups if table in group.tables)
 
-    def swap(self, kind: str, topic: Topic, message: Tensor, sizes: Counts, expected: Counts) -> Tensor:
+    def swap(self, kind: str, operation: Operation, message: Tensor, sizes: Counts, expected: Counts) -> Tensor:
         """Send so many bytes to each rank; return those that arrive."""
         group = self.tables[0].group
-        return _exchange.swap(kind, message, [*map(sum, sizes)], [*map(sum, expected)], topic, group)
+        return _exchange.swap(kind, message, [*map(sum, sizes)], [*map(sum, expected)], operation, group)
 
 
-def bring_rows(journey: Journey, read: Sequence[Tensor]) -> Sequence[Tensor]:
+def transfer_rows(transfer: Transfer, read: Sequence[Tensor]) -> Sequence[Tensor]:
     """Give each rank what it has asked for of what was read here. Return by table a row for each id, or its rows."""
-    weights = [table.weight for table in journey.tables]
-    received: tuple[Tensor, ...] = _Rows.apply(journey, read, *weights)  # type: ignore[no-untyped-call]
+    weights = [table.weight for table in transfer.tables]
+    received: tuple[Tensor, ...] = _Rows.apply(transfer, read, *weights)  # type: ignore[no-untyped-call]
     return received
 
 
 class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, journey: Journey, read: Sequence[Tensor], *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.journey = journey
+    def forward(ctx: Any, transfer: Transfer, read: Sequence[Tensor], *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.transfer = transfer
         ctx.set_materialize_grads(False)
         received: list[Tensor] = []
-        for group, rows, found in zip(journey.groups, _swap_rows(journey, read), journey.found, strict=True):
+        for group, rows, found in zip(transfer.groups, _swap_rows(transfer, read), transfer.found, strict=True):
             if group.has_bags:
                 received.append(rows)
             else:
-                lengths = list(journey.lengths[group.tables.start : group.tables.stop])
+                lengths = list(transfer.lengths[group.tables.start : group.tables.stop])
                 # Not views in the eyes of autograd, which would not let users write to them.
                 received += torch.unsafe_split_with_sizes(rows.index_select(0, found.places.reshape(-1)), lengths)
         ctx.mark_non_differentiable(
-            *(received[table] for group in journey.groups if not group.has_grad for table in group.tables)
+            *(received[table] for group in transfer.groups if not group.has_grad for table in group.tables)
         )
         return tuple(received)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        journey: Journey = ctx.journey
-        ledger_of(journey.tables[0].group).begin_backward(journey.number)
-        pairs = zip(journey.groups, journey.found, strict=True)
-        sums = [_sums(journey, group, found, grads) if group.has_grad else None for group, found in pairs]
+        transfer: Transfer = ctx.transfer
+        pending_of(transfer.tables[0].group).begin_backward(transfer.number)
+        pairs = zip(transfer.groups, transfer.found, strict=True)
+        sums = [_sums(transfer, group, found, grads) if group.has_grad else None for group, found in pairs]
         used = [grad is not None for grad in grads]
-        arrived = _at_home(journey, sums, used) if journey.is_alone else _swap_gradients(journey, sums, used)
+        arrived = _at_home(transfer, sums, used) if transfer.is_alone else _swap_gradients(transfer, sums, used)
         gradients = (
             table.gradient_of(*found) if found is not None else None
-            for table, found in zip(journey.tables, arrived, strict=True)
+            for table, found in zip(transfer.tables, arrived, strict=True)
         )
         return None, None, *gradients
 
@@ -127,40 +127,41 @@ class _Rows(torch.autograd.Function):
 # There
 
 
-def _swap_rows(journey: Journey, read: Sequence[Tensor]) -> list[Tensor]:
+def _swap_rows(transfer: Transfer, read: Sequence[Tensor]) -> list[Tensor]:
     """The rows that this rank has asked for, by group."""
-    groups = [group for group in journey.groups if not group.is_everywhere and not journey.is_alone]
+    groups = [group for group in transfer.groups if not group.is_everywhere and not transfer.is_alone]
     here = [
-        joined([_own(journey, table, read[table]) for table in group.tables]) for group in journey.groups[len(groups) :]
+        joined([_own(transfer, table, read[table]) for table in group.tables])
+        for group in transfer.groups[len(groups) :]
     ]
     if not groups:
         return here
     tables = range(groups[-1].tables.stop)
     sizes = [
-        [count * journey.group_of(table).kind.bytes for table, count in zip(tables, each, strict=False)]
-        for each in journey.asked
+        [count * transfer.group_of(table).kind.bytes for table, count in zip(tables, each, strict=False)]
+        for each in transfer.asked
     ]
-    expected = [[group.count(each) * group.kind.bytes for group in groups] for each in journey.wanted]
+    expected = [[group.count(each) * group.kind.bytes for group in groups] for each in transfer.wanted]
     message = pack([as_bytes(read[table]) for table in tables], sizes)
-    parts = unpack(journey.swap("rows", journey.topic, message, sizes, expected), expected)
-    counts = [sum(group.count(each) for each in journey.wanted) for group in groups]
+    parts = unpack(transfer.swap("rows", transfer.operation, message, sizes, expected), expected)
+    counts = [sum(group.count(each) for each in transfer.wanted) for group in groups]
     return [g.kind.of(joined(part), count) for g, part, count in zip(groups, parts, counts, strict=True)] + here
 
 
-def _own(journey: Journey, table: int, read: Tensor) -> Tensor:
+def _own(transfer: Transfer, table: int, read: Tensor) -> Tensor:
     """Of a table that is everywhere, the rows that this rank has asked itself for."""
-    if journey.is_alone:
+    if transfer.is_alone:
         return read
-    own: Tensor = torch.split(read, [counts[table] for counts in journey.asked])[journey.tables[table].rank]
+    own: Tensor = torch.split(read, [counts[table] for counts in transfer.asked])[transfer.tables[table].rank]
     return own
 
 
 # And back
 
 
-def _sums(journey: Journey, group: Group, found: Deduped, grads: Sequence[Tensor | None]) -> Tensor:
+def _sums(transfer: Transfer, group: Group, found: Deduped, grads: Sequence[Tensor | None]) -> Tensor:
     """The sum of the gradients of each distinct row of a group; 0 where the loss leaves a table out."""
-    counts = [len(found.numbers)] if group.has_bags else [journey.lengths[table] for table in group.tables]
+    counts = [len(found.numbers)] if group.has_bags else [transfer.lengths[table] for table in group.tables]
     kind, device = group.kind, found.numbers.device
     values = joined(
         [
@@ -169,35 +170,35 @@ def _sums(journey: Journey, group: Group, found: Deduped, grads: Sequence[Tensor
         ]
     )
     if group.has_bags:
-        return values / journey.divisor if journey.divisor > 1 else values
+        return values / transfer.divisor if transfer.divisor > 1 else values
     sums = sum_duplicates(values, found)
-    return sums.div_(journey.divisor) if journey.divisor > 1 else sums
+    return sums.div_(transfer.divisor) if transfer.divisor > 1 else sums
 
 
-def _at_home(journey: Journey, sums: Sequence[Tensor | None], used: Sequence[bool]) -> list[Arrived | None]:
+def _at_home(transfer: Transfer, sums: Sequence[Tensor | None], used: Sequence[bool]) -> list[Arrived | None]:
     """What one rank has of each table for itself."""
     arrived: list[Arrived | None] = []
-    for group, of_group in zip(journey.groups, sums, strict=True):
-        counts = [journey.wanted[0][table] for table in group.tables]
+    for group, of_group in zip(transfer.groups, sums, strict=True):
+        counts = [transfer.wanted[0][table] for table in group.tables]
         parts = [None] * len(counts) if of_group is None else torch.split(of_group, counts)
         for table, part in zip(group.tables, parts, strict=True):
-            arrived.append((journey.rows[table], part) if part is not None and used[table] else None)
+            arrived.append((transfer.rows[table], part) if part is not None and used[table] else None)
     return arrived
 
 
-def _swap_gradients(journey: Journey, sums: Sequence[Tensor | None], used: list[bool]) -> list[Arrived | None]:
+def _swap_gradients(transfer: Transfer, sums: Sequence[Tensor | None], used: list[bool]) -> list[Arrived | None]:
     """Of each table, the rows here that have a gradient, and their gradients."""
-    topic = journey.topic.then("backward pass", journey.number)
+    operation = transfer.operation.then("backward pass", transfer.number)
     # Most losses depend on all tables. If one does not, a line in front of the rows says on which it does.
     line = bytes(used) + bytes(-len(used) % _ALIGNED)
-    uses_all = all(used[table] for group in journey.groups if group.has_grad for table in group.tables)
-    told = [0 if uses_all else len(line)] * len(journey.wanted)
-    lines = _exchange.meet(topic, told, journey.tables[0].group)
+    uses_all = all(used[table] for group in transfer.groups if group.has_grad for table in group.tables)
+    told = [0 if uses_all else len(line)] * len(transfer.wanted)
+    lines = _exchange.synchronize(operation, told, transfer.tables[0].group)
 
     with_grad = [
-        (group, of_group) for group, of_group in zip(journey.groups, sums, strict=True) if of_group is not None
+        (group, of_group) for group, of_group in zip(transfer.groups, sums, strict=True) if of_group is not None
     ]
-    sizes = [[group.count(each) * group.kind.bytes for group, _ in with_grad] for each in journey.wanted]
+    sizes = [[group.count(each) * group.kind.bytes for group, _ in with_grad] for each in transfer.wanted]
     parts = [_for_ranks(group, as_bytes(of_group), len(sizes)) for group, of_group in with_grad]
     if not uses_all:
         sizes = [[len(line), *each] for each in sizes]
@@ -205,16 +206,16 @@ def _swap_gradients(journey: Journey, sums: Sequence[Tensor | None], used: list[
     of_tables = [(table, group.kind.bytes) for group, _ in with_grad for table in group.tables]
     expected = [
         [length, *(each[table] * size for table, size in of_tables)]
-        for length, each in zip(lines, journey.asked, strict=True)
+        for length, each in zip(lines, transfer.asked, strict=True)
     ]
-    arrived = journey.swap("gradients", topic, pack(parts, sizes), sizes, expected)
-    if len(journey.tables) == 1:
-        return [_arrived(journey, 0, [arrived], None)]
+    arrived = transfer.swap("gradients", operation, pack(parts, sizes), sizes, expected)
+    if len(transfer.tables) == 1:
+        return [_arrived(transfer, 0, [arrived], None)]
     of_lines, *by_table = unpack(arrived, expected)
     uses = [of_rank.tolist() or [True] * len(used) for of_rank in of_lines]
     found: list[Arrived | None] = [None] * len(used)
     for (table, _), of_table in zip(of_tables, by_table, strict=True):
-        found[table] = _arrived(journey, table, of_table, [use[table] for use in uses])
+        found[table] = _arrived(transfer, table, of_table, [use[table] for use in uses])
     return found
 
 
@@ -222,15 +223,15 @@ def _for_ranks(group: Group, sums: Tensor, ranks: int) -> Tensor:
     return sums.repeat(ranks) if group.is_everywhere else sums
 
 
-def _arrived(journey: Journey, number: int, parts: list[Tensor], uses: list[bool] | None) -> Arrived | None:
+def _arrived(transfer: Transfer, number: int, parts: list[Tensor], uses: list[bool] | None) -> Arrived | None:
     """What has arrived for a table, of ranks whose loss depends on it."""
     if uses is not None and not any(uses):
         return None
-    rows = journey.rows[number]
+    rows = transfer.rows[number]
     if uses is not None and not all(uses):
-        of_ranks = torch.split(rows, [counts[number] for counts in journey.asked])
+        of_ranks = torch.split(rows, [counts[number] for counts in transfer.asked])
         rows = joined([part for part, is_used in zip(of_ranks, uses, strict=True) if is_used])
         parts = [part for part, is_used in zip(parts, uses, strict=True) if is_used]
     message = joined(parts)
     aligned = message if message.storage_offset() == 0 else message.clone()
-    return rows, journey.group_of(number).kind.of(aligned, len(rows))
+    return rows, transfer.group_of(number).kind.of(aligned, len(rows))
