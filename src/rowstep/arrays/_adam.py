@@ -10,18 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .._rules.adam import Scalars, scalars
-from . import _backend, _files
-from ._operands import (
-    FLOATS,
-    FloatArray,
-    checked_gradient,
-    checked_name,
-    checked_param,
-    checked_rows,
-    native,
-    refuse_shared_memory,
-)
-from ._settings import Betas, NonNegative
+from . import _backend, _checks, _files
+from ._checks import FloatArray
 
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
@@ -43,7 +33,8 @@ class Adam:
         v ← β₂ · v + (1 - β₂) · g²
         p ← p - lr · (m / (1 - β₁ᵗ)) / (√(v / (1 - β₂ᵗ)) + ε)
 
-    The settings are attributes and may change between steps, for instance by a schedule: ``optimizer.lr = 1e-4``.
+    The settings are attributes and may change between steps, for instance by a schedule: ``optimizer.lr = 1e-4``. The
+    next step validates them.
 
     Moments are stored in the parameter's dtype. In float16, at the default betas, the second moment of a gradient below
     5e-3 rounds to 0, and the parameter then moves too far: keep parameters with such gradients in float32.
@@ -70,11 +61,6 @@ class Adam:
 
     decoupled_weight_decay = False
 
-    lr = NonNegative()
-    betas = Betas()
-    eps = NonNegative(zero_allowed=False)
-    weight_decay = NonNegative()
-
     def __init__(
         self,
         lr: float = 1e-3,
@@ -82,7 +68,7 @@ class Adam:
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
+        self.lr, self.betas, self.eps, self.weight_decay = _checks.checked_settings(lr, betas, eps, weight_decay)
         self._step = 1
         self._moments: dict[str, Moments] = {}
 
@@ -106,21 +92,12 @@ class Adam:
             name: under which its moments are kept.
             param: a float array, of any strides.
             grad: of the same shape, with any float dtype and any strides.
-
-        Examples:
-            >>> import numpy as np
-            >>> from rowstep.arrays import Adam
-            >>> weights = np.zeros(2)
-            >>> Adam(lr=0.1).step("weights", weights, [1.0, -5.0])
-            >>> weights
-            array([-0.1,  0.1])
         """
-        p = checked_param(checked_name(name), param)
-        g = checked_gradient(name, grad, p.shape, p)
-        refuse_shared_memory(name, p, g, same_allowed=True)
-        backend = _backend.chosen()
+        p = _checks.checked_param(_checks.checked_name(name), param)
+        g = _checks.checked_gradient(name, grad, p.shape, p, may_be_param=True)
+        backend, numbers = _backend.chosen(p, g), self._scalars()
         m, v = self._moments_of(name, p)
-        backend.step(p, m, v, g, self._scalars())
+        backend.step(p, m, v, g, numbers)
 
     def step_rows(self, name: str, param: NDArray[Any], rows: ArrayLike, grad: ArrayLike) -> None:
         """Step these rows of ``param``, along its first axis, and their moments in place. No other row changes.
@@ -132,30 +109,20 @@ class Adam:
             param: a float array of at least one dimension.
             rows: integers of any shape, with or without duplicates.
             grad: one row for each entry of ``rows``: its shape is that of ``rows`` followed by that of a row.
-
-        Examples:
-            >>> import numpy as np
-            >>> from rowstep.arrays import Adam
-            >>> table = np.zeros((4, 2))
-            >>> Adam(lr=0.1).step_rows("table", table, rows=[2], grad=[[1.0, -5.0]])
-            >>> table[2]
-            array([-0.1,  0.1])
         """
-        p = checked_param(checked_name(name), param)
-        numbers = checked_rows(name, rows, p)
-        g = checked_gradient(name, grad, numbers.shape + p.shape[1:], p)
-        refuse_shared_memory(name, p, g, same_allowed=False)
-        backend = _backend.chosen()
+        p = _checks.checked_param(_checks.checked_name(name), param)
+        ids = _checks.checked_rows(name, rows, p)
+        g = _checks.checked_gradient(name, grad, ids.shape + p.shape[1:], p, may_be_param=False)
+        backend, numbers = _backend.chosen(p, g), self._scalars()
         m, v = self._moments_of(name, p)
         if g.size:
-            g = g.reshape(numbers.size, *p.shape[1:])
-            backend.step_rows(p, m, v, numbers.reshape(-1), g, self._scalars())
+            backend.step_rows(p, m, v, ids.reshape(-1), g.reshape(ids.size, *p.shape[1:]), numbers)
 
     def state_dict(self) -> dict[str, Any]:
         """The state, for ``load_state_dict``. The arrays are the optimizer's own, not copies."""
         return {
             "step": self._step,
-            **{key: getattr(self, key) for key in _SETTINGS},
+            **self._settings(),
             "decoupled_weight_decay": self.decoupled_weight_decay,
             "state": {name: moments._asdict() for name, moments in self._moments.items()},
         }
@@ -171,23 +138,10 @@ class Adam:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write ``state_dict()`` to one ``.npz`` or ``.safetensors`` file, depending on the suffix.
 
-        A crash midway leaves the old file in place.
+        A crash midway leaves the old file in place. It may also leave a temporary file beside it, ``.rowstep-*.tmp``.
 
         Args:
-            path: ends with ``.npz`` or ``.safetensors``.
-
-        Examples:
-            >>> import tempfile
-            >>> import numpy as np
-            >>> from rowstep.arrays import Adam
-            >>> optimizer = Adam()
-            >>> optimizer.step("weights", np.zeros(3), np.ones(3))
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     optimizer.save(f"{folder}/adam.npz")
-            ...     resumed = Adam()
-            ...     resumed.load(f"{folder}/adam.npz")
-            >>> resumed.state_dict()["state"]["weights"]["exp_avg"]
-            array([0.1, 0.1, 0.1])
+            path: ends with ``.npz``, or with ``.safetensors`` if that package is installed.
         """
         _files.save(path, self.state_dict())
 
@@ -203,61 +157,52 @@ class Adam:
         except (TypeError, ValueError) as error:
             raise ValueError(f"{os.fspath(path)} cannot be loaded: {error}") from error
 
+    def _settings(self) -> dict[str, Any]:
+        """The settings. They are plain attributes, so they are checked here, before each use."""
+        settings = _checks.checked_settings(self.lr, self.betas, self.eps, self.weight_decay)
+        return dict(zip(_SETTINGS, settings, strict=True))
+
     def _scalars(self) -> Scalars:
         return scalars(
-            lr=self.lr,
-            betas=self.betas,
-            eps=self.eps,
+            **self._settings(),
             step=self._step,
             maximize=False,
-            weight_decay=self.weight_decay,
             decoupled_weight_decay=self.decoupled_weight_decay,
             as_dense=True,
         )
 
     def _moments_of(self, name: str, param: FloatArray) -> Moments:
         """The moments of this name, laid out in memory as the parameter is where that is C or Fortran order."""
-        dtype = native(param.dtype)
+        dtype = _checks.native(param.dtype)
         order: Any = "F" if param.flags.f_contiguous and not param.flags.c_contiguous else "C"
-        moments = self._moments.get(name)
-        if moments is None:
-            moments = Moments(*(np.zeros(param.shape, dtype, order) for _ in range(2)))
-        elif moments.exp_avg.shape != param.shape or moments.exp_avg.dtype != dtype:
+        kept = self._moments.get(name) or Moments(*(np.zeros(param.shape, dtype, order) for _ in range(2)))
+        if (kept.exp_avg.shape, kept.exp_avg.dtype) != (param.shape, dtype):
             raise ValueError(
                 f"{name!r}: the parameter has shape {param.shape} and dtype {dtype}; expected shape "
-                f"{moments.exp_avg.shape} and dtype {moments.exp_avg.dtype}, as when this name was first used. "
+                f"{kept.exp_avg.shape} and dtype {kept.exp_avg.dtype}, as when this name was first used. "
                 "Use another name for another array"
             )
-        else:
-            moments = Moments(*(np.asarray(array, order=order) for array in moments))
-        self._moments[name] = moments
+        moments = self._moments[name] = Moments(*(np.asarray(array, order=order) for array in kept))
         return moments
 
     def _adopt(self, state_dict: Mapping[str, Any], *, copy: bool) -> None:
         missing = {"step", *_SETTINGS, "decoupled_weight_decay", "state"} - set(state_dict)
         if missing:
-            raise ValueError(
-                f"the state has no {', '.join(map(repr, sorted(missing)))}; expected what state_dict() returns"
-            )
-        step, decoupled = state_dict["step"], state_dict["decoupled_weight_decay"]
+            raise ValueError(f"the state has no {', '.join(sorted(missing))}; expected what state_dict() returns")
+        step, decoupled, state = (state_dict[key] for key in ("step", "decoupled_weight_decay", "state"))
         if type(step) is not int or not 1 <= step < 1 << 63:
             raise ValueError(f"the state's step is {step!r}; expected an integer in [1, 2^63)")
-        if type(decoupled) is not bool:
-            raise ValueError(f"the state's decoupled_weight_decay is {decoupled!r}; expected True or False")
-        if decoupled != self.decoupled_weight_decay:
-            owner = "AdamW" if decoupled else "Adam"
+        if decoupled is not self.decoupled_weight_decay:
             raise ValueError(
-                f"the state was saved by {owner}; expected one saved by {type(self).__name__}. Load it with {owner}"
+                f"the state's decoupled_weight_decay is {decoupled!r}; expected {self.decoupled_weight_decay}, because "
+                f"this is {type(self).__name__}. Load a state with the class that saved it"
             )
-        if not isinstance(state_dict["state"], Mapping):
-            raise ValueError(
-                f"the state's moments are a {type(state_dict['state']).__name__}; expected a dict keyed by name"
-            )
+        if not isinstance(state, Mapping):
+            raise ValueError(f"the state's moments are a {type(state).__name__}; expected a dict keyed by name")
         loaded = Adam(**{key: state_dict[key] for key in _SETTINGS})
         loaded._step = step
         loaded._moments = {
-            checked_name(name): _checked_moments(name, moments, copy=copy)
-            for name, moments in state_dict["state"].items()
+            _checks.checked_name(name): _checked_moments(name, moments, copy=copy) for name, moments in state.items()
         }
         self.__dict__.update(loaded.__dict__)
 
@@ -300,13 +245,13 @@ def _checked_moments(name: str, moments: Any, *, copy: bool) -> Moments:
     if not isinstance(moments, Mapping) or set(moments) != set(Moments._fields):
         found = sorted(map(str, moments)) if isinstance(moments, Mapping) else f"a {type(moments).__name__}"
         raise ValueError(f"the state of {name!r} has {found}; expected {list(Moments._fields)}")
-    m, v = (np.array(moments[key], order="K") if copy else moments[key] for key in Moments._fields)
-    if native(m.dtype) not in FLOATS or (m.shape, m.dtype) != (v.shape, v.dtype):
+    m, v = (np.array(moments[key], order="K", copy=copy or None) for key in Moments._fields)
+    if _checks.native(m.dtype) not in _checks.FLOATS or (m.shape, m.dtype) != (v.shape, v.dtype):
         raise ValueError(
             f"the state of {name!r} is {m.dtype} of shape {m.shape} and {v.dtype} of shape {v.shape}; expected two "
             "float arrays of the same shape and dtype"
         )
-    m, v = (array.astype(native(array.dtype), order="K", copy=False) for array in (m, v))
+    m, v = (array.astype(_checks.native(array.dtype), order="K", copy=False) for array in (m, v))
     # NaN and infinity are what a run that diverged leaves. But no sum of squares is below 0, and its root is taken.
     least = np.fmin.reduce(v, axis=None, initial=0)
     if least < 0:

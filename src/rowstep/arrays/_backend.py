@@ -1,35 +1,24 @@
-"""Which implementation is preferred. The compiled one hands what it cannot address to the reference."""
+"""Which implementation steps these arrays: the compiled kernels, or NumPy."""
 
 from __future__ import annotations
 
 import functools
 import os
-from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from .._choice import choose
-from .._rules.adam import Scalars
-from ._operands import FloatArray
+from . import _reference
+from ._checks import FloatArray
 
 
-class Backend(Protocol):
-    """What an implementation offers. Operands have been checked; the moments have the parameter's shape and dtype."""
-
-    def step(self, p: FloatArray, m: FloatArray, v: FloatArray, g: FloatArray, scalars: Scalars) -> None: ...
-    def step_rows(
-        self, p: FloatArray, m: FloatArray, v: FloatArray, rows: NDArray[np.int64], g: FloatArray, scalars: Scalars
-    ) -> None: ...
-
-
-def chosen() -> Backend:
-    """The backend in force. Numba is imported by the first step that needs it, not with the package."""
-    return _load(os.environ.get("ROWSTEP_BACKEND", ""))
+def chosen(p: FloatArray, g: FloatArray) -> Any:
+    """The module whose ``step`` and ``step_rows`` to call. Numba is imported by the first step that needs it."""
+    preferred = _load(os.environ.get("ROWSTEP_BACKEND", ""))
+    # Numba has no float16.
+    return _reference if 2 in (p.itemsize, g.itemsize) else preferred
 
 
 @functools.cache
-def _load(name: str) -> Backend:
+def _load(name: str) -> Any:
     package = __name__.rpartition(".")[0]
-    backend: Backend = choose(name, f"{package}._compiled", f"{package}._reference", stacklevel=4)
-    return backend
+    return choose(name, f"{package}._compiled", f"{package}._reference", stacklevel=4)

@@ -1,4 +1,4 @@
-"""The CPU kernels, compiled by Numba at first use and cached: the host's side of them."""
+"""Call the CPU kernels, which Numba compiles at first use and caches. Operands are float32 or float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .._kernels.pool import numba_threads
 from .._kernels.workspace import PARALLEL_FROM_BYTES, shared_work, workspace
 from .._rules.adam import Scalars
 from . import _reference
-from ._operands import FloatArray
+from ._checks import FloatArray
 
 # Gradient numbers widened at a time: 8 KB, so that they stay in the first-level cache beside what is updated.
 _BLOCK = 1024
@@ -26,8 +26,8 @@ _WRITE: Any = ["readwrite", "contig", "aligned", "nbo"]
 
 def step(p: FloatArray, m: FloatArray, v: FloatArray, g: FloatArray, scalars: Scalars) -> None:
     """Step every element of ``p``, in place."""
-    # Where all four lie in memory in the same order there is one block, the arrays themselves. What a kernel cannot
-    # read as it lies, NumPy brings through its buffers, 8192 elements at a time.
+    # Arrays that lie in memory in the same order are one block, without a copy. Others pass through NumPy's buffers,
+    # 8192 elements at a time.
     blocks = np.nditer(
         [p, m, v, g],
         flags=["external_loop", "buffered", "grow_inner", "zerosize_ok"],
@@ -37,7 +37,7 @@ def step(p: FloatArray, m: FloatArray, v: FloatArray, g: FloatArray, scalars: Sc
         for block in blocks:
             threads = _threads_for(block[3])
             totals, numbers = workspace.totals(threads, _BLOCK, np.float64), _numbers(scalars)
-            kernels.step(threads, totals, *map(_bits, block), *numbers, scalars.shrink, scalars.decay)
+            kernels.step(threads, totals, *block, *numbers, scalars.shrink, scalars.decay)
 
 
 def step_rows(
@@ -57,30 +57,17 @@ def step_rows(
     job[kernels.SCALARS :].view(np.float64)[:6] = *_numbers(scalars), scalars.shrink or 0, scalars.decay or 0
     pieces, keys = shared_work(job, threads, len(rows))
     kernels.update(
-        threads,
-        workspace.totals(threads, columns, np.float64),
-        np.empty(threads, np.int64),
-        job,
-        pieces,
-        keys.at,
-        keys.spare_at,
-        _like(p),
-        _like(m),
-        _like(v),
-        _like(g),
+        threads, workspace.totals(threads, columns, np.float64), np.empty(threads, np.int64), job, pieces,
+        keys.at, keys.spare_at,
+        *(np.empty(0, array.dtype) for array in (p, m, v, g)),  # how to read their addresses
         True,  # a first moment
-        None,  # a second moment per row
-        None,  # amsgrad's maximum
-        None,  # counts of each row's steps
-        None,  # notes beside each row
-        None,  # maximize
+        None, None,  # a second moment per row; amsgrad's maximum
+        None, None, None,  # counts of each row's steps; notes beside each row; maximize
         None if scalars.shrink is None else True,
         None if scalars.decay is None else True,
         True,  # torch.optim.Adam's rule
-        None,  # rows skipped that are not finite
-        None,  # moments rounded at random
-        None,  # weights rounded at random
-    )
+        None, None, None,  # skip rows that are not finite; round moments at random; and weights
+    )  # fmt: skip
 
 
 def _numbers(scalars: Scalars) -> tuple[float, float, float, float]:
@@ -89,16 +76,6 @@ def _numbers(scalars: Scalars) -> tuple[float, float, float, float]:
 
 def _threads_for(grad: FloatArray) -> int:
     return 1 if grad.nbytes < PARALLEL_FROM_BYTES else numba_threads()
-
-
-def _bits(array: FloatArray) -> NDArray[Any]:
-    """Numba has no float16: its bits travel as integers, see _kernels/floats.py."""
-    return array.view(np.int16) if array.dtype == np.float16 else array
-
-
-def _like(array: FloatArray) -> NDArray[Any]:
-    """An empty array tells the kernels how to read an address."""
-    return np.empty(0, np.int16 if array.dtype == np.float16 else array.dtype)
 
 
 def _addressable(g: FloatArray) -> FloatArray:

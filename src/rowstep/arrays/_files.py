@@ -1,9 +1,7 @@
-"""A state in one file, ``.npz`` or ``.safetensors``.
+"""Save a state to one file, ``.npz`` or ``.safetensors``, and read it back.
 
-Both hold the same: for each name the arrays ``<name>/exp_avg`` and ``<name>/exp_avg_sq``, and under ``rowstep.arrays``
-a text, the rest of the state as JSON. Nothing is pickled. A .npz carries checksums, a .safetensors file does not.
-
-At any moment there is the old file or the new one, whole: see ``_replace``.
+Both hold the arrays ``<name>/exp_avg`` and ``<name>/exp_avg_sq`` for each name and, under ``rowstep.arrays``, the rest
+of the state as JSON. Nothing is pickled. A .npz carries checksums, a .safetensors file does not.
 """
 
 from __future__ import annotations
@@ -11,98 +9,91 @@ from __future__ import annotations
 import errno
 import json
 import os
-import stat
-from collections.abc import Callable, Mapping
+import secrets
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 
-from . import _npz, _safetensors
-from ._operands import FloatArray
-from ._replace import replacing
+import numpy as np
 
-HEADER = "rowstep.arrays"
-_VERSION = 1
-
-Arrays = dict[str, FloatArray]
-
-
-class _Format(NamedTuple):
-    """How texts and arrays lie in a file. What is wrong with a file that is read may show as any exception."""
-
-    write: Callable[[BinaryIO, dict[str, str], Arrays], None]
-    read: Callable[[BinaryIO], tuple[dict[str, str], Arrays]]
+_HEADER = "rowstep.arrays"
 
 
 def save(path: str | os.PathLike[str], state_dict: Mapping[str, Any]) -> None:
-    """Write a state, in place of what was there."""
-    form = _format_of(path)
-    rest = {key: value for key, value in state_dict.items() if key != "state"}
-    header = json.dumps({"version": _VERSION, **rest})
+    """Write a state to a new file in the same folder, which then replaces what is at ``path``."""
+    is_npz = _is_npz(path)
+    header = json.dumps({key: value for key, value in state_dict.items() if key != "state"})
     arrays = {f"{name}/{key}": array for name, moments in state_dict["state"].items() for key, array in moments.items()}
     place = Path(os.path.realpath(path))
-    refuse_what_is_no_file(place, missing_allowed=True)
-    with replacing(place) as file:
-        form.write(file, {HEADER: header}, arrays)
+    # Not a file of `tempfile`, which only its owner may read: the rename would keep that.
+    beside = place.with_name(f".rowstep-{secrets.token_hex(8)}.tmp")
+    try:
+        with open(beside, "xb") as file:
+            if is_npz:
+                np.savez(file, **{_HEADER: np.array(header), **arrays})
+            else:  # the package reads memory as if it were in C order
+                arrays = {key: np.asarray(array, order="C") for key, array in arrays.items()}
+                file.write(_safetensors().numpy.save(arrays, {_HEADER: header}))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, place)
+    except OSError as error:
+        advice = "nothing was saved, and any existing file is unchanged. Free disk space or save to another path"
+        raise OSError(error.errno, f"{error.strerror or error}; {advice}", os.fspath(path)) from error
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read what ``save`` wrote."""
-    form = _format_of(path)
-    refuse_what_is_no_file(path)
-    with open(path, "rb") as file:
-        try:
-            return state_from(*form.read(file))
-        except Exception as error:
-            # The disk's errors pass as they are, but for the one that stands for an impossible place in the file.
-            if isinstance(error, OSError) and error.errno != errno.EINVAL:
-                raise
-            reason = str(error) or type(error).__name__
-            raise ValueError(f"{os.fspath(path)} cannot be read as a state of rowstep.arrays: {reason}") from error
-
-
-def state_from(texts: dict[str, str], arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict that these texts and arrays are, whatever stands for an array."""
-    if HEADER not in texts:
-        raise ValueError(f"it has no entry {HEADER!r}; expected one, as save() writes")
-    header = texts[HEADER]
-    rest = json.loads(header)
-    if not isinstance(rest, dict) or rest.pop("version", None) != _VERSION:
-        raise ValueError(f"its header is {header[:80]!r}; expected version {_VERSION}")
-    state: dict[str, dict[str, Any]] = {}
-    for key, array in arrays.items():
-        name, slash, field = key.rpartition("/")
-        if not slash:
-            raise ValueError(f"it contains {key!r}; expected '<name>/exp_avg' or '<name>/exp_avg_sq'")
-        state.setdefault(name, {})[field] = array
-    return {**rest, "state": state}
-
-
-_FORMATS = {
-    ".npz": _Format(_npz.write, _npz.read),
-    ".safetensors": _Format(_safetensors.write, _safetensors.read),
-}
-
-
-def refuse_what_is_no_file(path: str | os.PathLike[str], *, missing_allowed: bool = False) -> None:
-    """Reading a pipe would wait for ever, and writing would replace a folder or a device."""
+    read = _read_npz if _is_npz(path) else _read_safetensors
     try:
-        mode = os.stat(path).st_mode
-    except FileNotFoundError:
-        if not missing_allowed:
+        header, arrays = read(path)
+        if header is None:
+            raise ValueError(f"it has no entry {_HEADER!r}; expected one, as save() writes")
+        state: dict[str, Any] = {}
+        for key, array in arrays.items():
+            name, _, field = key.rpartition("/")
+            state.setdefault(name, {})[field] = array
+        return {**json.loads(header), "state": state}
+    except Exception as error:  # the readers pass on what their parsers raise, of any type
+        # Errors of the disk pass as they are. EINVAL is not one: a damaged file names an impossible place in itself.
+        if isinstance(error, ImportError) or (isinstance(error, OSError) and error.errno != errno.EINVAL):
             raise
-    else:
-        if not stat.S_ISREG(mode):
-            raise ValueError(f"{os.fspath(path)} is a {_kind(mode)}; expected a regular file")
+        reason = str(error) or type(error).__name__
+        raise ValueError(f"{os.fspath(path)} cannot be read as a state of rowstep.arrays: {reason}") from error
 
 
-def _kind(mode: int) -> str:
-    if stat.S_ISDIR(mode):
-        return "directory"
-    return "pipe" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
-
-
-def _format_of(path: str | os.PathLike[str]) -> _Format:
+def _is_npz(path: str | os.PathLike[str]) -> bool:
     suffix = Path(path).suffix
-    if suffix not in _FORMATS:
-        raise ValueError(f"{os.fspath(path)} has the suffix {suffix!r}; expected {' or '.join(_FORMATS)}")
-    return _FORMATS[suffix]
+    if suffix not in (".npz", ".safetensors"):
+        raise ValueError(f"{os.fspath(path)} has the suffix {suffix!r}; expected .npz or .safetensors")
+    return suffix == ".npz"
+
+
+def _read_npz(path: str | os.PathLike[str]) -> tuple[str | None, dict[str, Any]]:
+    with open(path, "rb") as file:
+        if not zipfile.is_zipfile(file):
+            raise ValueError("it is not a ZIP archive; expected a .npz, as save() writes")
+        file.seek(0)
+        with np.load(file, allow_pickle=False) as archive:
+            arrays = dict(archive)
+    header = arrays.pop(_HEADER, None)
+    return None if header is None else str(header), arrays
+
+
+def _read_safetensors(path: str | os.PathLike[str]) -> tuple[str | None, dict[str, Any]]:
+    with _safetensors().safe_open(path, "np") as file:
+        arrays = {key: np.array(file.get_tensor(key)) for key in list(file.keys())}
+        return (file.metadata() or {}).get(_HEADER), arrays
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.numpy
+    except ImportError as error:
+        raise ImportError(
+            f"a .safetensors file needs the package safetensors: {error}. Install rowstep[safetensors], or use .npz"
+        ) from error
+    return safetensors

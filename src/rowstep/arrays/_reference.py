@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from .._rules import adam
 from .._rules.adam import Scalars
-from ._operands import FloatArray
+from ._checks import FloatArray
 
 # Elements at a time: four arrays of them and as many temporaries fit in a cache of 1 MB.
 _BLOCK = 8192
