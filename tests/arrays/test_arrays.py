@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,30 +48,10 @@ def moments(optimizer: Adam, name: str) -> tuple[Array, Array]:
     return state["exp_avg"], state["exp_avg_sq"]
 
 
-KINDS = [(Adam, 0.0), (Adam, 0.1), (AdamW, 0.1)]
-
-
-@pytest.mark.parametrize("kind", [Adam, AdamW])
-def test_steps_under_settings_that_change_are_adam_by_hand(kind: type[Adam], backend: str) -> None:
-    optimizer, param = kind(), normal(7, 3)
-    hand = ByHand(param, kind is AdamW)
-    for t in range(1, 20):
-        settings = {"lr": 0.1 / t, "betas": (0.04 * t, 0.95), "eps": 1e-4 * t, "weight_decay": 0.01 * t}
-        for key, value in settings.items():
-            setattr(optimizer, key, value)
-        hand.settings, grad = settings, normal(7, 3, seed=t)
-        optimizer.step("w", param, grad)
-        optimizer.end_iteration()
-        hand.step(t, grad)
-    for array, expected in zip((param, *moments(optimizer, "w")), (hand.p, hand.m, hand.v), strict=True):
-        np.testing.assert_allclose(array, expected, rtol=1e-12)
-
-
-@pytest.mark.parametrize(("kind", "weight_decay"), KINDS)
+@pytest.mark.parametrize(("kind", "weight_decay"), [(Adam, 0.0), (Adam, 0.1), (AdamW, 0.1)])
 def test_rows_are_adam_by_hand_and_others_stay(kind: type[Adam], weight_decay: float, backend: str) -> None:
     settings: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": weight_decay}
-    param = normal(9, 2, 2)
-    start = param.copy()
+    param, start = normal(9, 2, 2), normal(9, 2, 2)
     hand, optimizer = ByHand(param, kind is AdamW, **settings), kind(**settings)
     for t, rows in enumerate(([5, 1, 5, 0], [8], [1, 1, 1, 7], []), start=1):
         grad = normal(len(rows), 2, 2, seed=t)
@@ -81,33 +60,31 @@ def test_rows_are_adam_by_hand_and_others_stay(kind: type[Adam], weight_decay: f
         distinct = np.unique(np.array(rows, np.int64))
         total = np.array([sum(grad[i] for i, row in enumerate(rows) if row == one) for one in distinct])
         hand.step(t, total.reshape(-1, 2, 2), distinct)
-    untouched = [2, 3, 4, 6]
-    assert np.array_equal(param[untouched], start[untouched])
-    assert not any(moment[untouched].any() for moment in moments(optimizer, "e"))
+    assert np.array_equal(param[[2, 3, 4, 6]], start[[2, 3, 4, 6]])
     for array, expected in zip((param, *moments(optimizer, "e")), (hand.p, hand.m, hand.v), strict=True):
         np.testing.assert_allclose(array, expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize(("kind", "weight_decay"), KINDS)
-def test_many_parameters_equal_torch_in_float64(kind: type[Adam], weight_decay: float, backend: str) -> None:
+@pytest.mark.parametrize(("kind", "theirs"), [(Adam, torch.optim.Adam), (AdamW, torch.optim.AdamW)])
+def test_steps_under_settings_that_change_equal_torch_in_float64(kind: type[Adam], theirs: Any, backend: str) -> None:
     params = {"a": normal(5, 4, seed=1), "b": normal(3, seed=2), "c": np.array(0.5)}
     tensors = {name: torch.nn.Parameter(torch.from_numpy(param.copy())) for name, param in params.items()}
-    theirs = torch.optim.AdamW if kind is AdamW else torch.optim.Adam
-    expected = theirs(tensors.values(), lr=0.01, weight_decay=weight_decay)
-    optimizer = kind(lr=0.01, weight_decay=weight_decay)
-    for t in range(30):
-        optimizer.lr = expected.param_groups[0]["lr"] = 0.01 / (1 + t)
+    optimizer, expected = kind(), theirs(tensors.values())
+    for t in range(20):
+        settings = {"lr": 0.1 / (1 + t), "betas": (0.04 * t, 0.95), "eps": 1e-4 * (1 + t), "weight_decay": 0.01 * t}
+        expected.param_groups[0].update(settings)
+        for key, value in settings.items():
+            setattr(optimizer, key, value)
         for name, param in params.items():
             grad = normal(*param.shape, seed=t)
             tensors[name].grad = torch.from_numpy(grad.copy())
             optimizer.step(name, param, grad)
         optimizer.end_iteration()
         expected.step()
-    for name, param in params.items():
-        np.testing.assert_allclose(param, tensors[name].detach().numpy(), rtol=1e-12)
-        state = expected.state[tensors[name]]
-        np.testing.assert_allclose(moments(optimizer, name)[0], state["exp_avg"].numpy(), rtol=1e-12)
-        np.testing.assert_allclose(moments(optimizer, name)[1], state["exp_avg_sq"].numpy(), rtol=1e-12)
+    for name, tensor in tensors.items():
+        np.testing.assert_allclose(params[name], tensor.detach(), rtol=1e-12)
+        for moment, key in zip(moments(optimizer, name), ("exp_avg", "exp_avg_sq"), strict=True):
+            np.testing.assert_allclose(moment, expected.state[tensor][key], rtol=1e-12)
 
 
 def test_the_public_names_and_defaults() -> None:
@@ -191,7 +168,7 @@ def test_duplicates_are_summed_in_order_of_occurrence(backend: str) -> None:
 
 LAYOUTS: dict[str, Any] = {
     "fortran": np.asfortranarray,
-    "every other": lambda array: np.repeat(array, 2, axis=1)[:, ::2],
+    "strided": lambda array: np.repeat(array, 2, axis=1)[:, ::2],
     "backwards": lambda array: array[::-1, ::-1].copy()[::-1, ::-1],
     "axes exchanged": lambda array: array.transpose(1, 2, 0).copy().transpose(2, 0, 1),
     "big-endian": lambda array: array.astype(array.dtype.newbyteorder(">")),
@@ -225,7 +202,7 @@ def test_rows_of_any_integer_type_and_shape(index_type: Any, backend: str) -> No
         Adam().step_rows("e", params[1], rows.ravel(), g.reshape(6, *shape[1:]).copy())
         Adam().step_rows("e", params[0], 3, g[0, 0])
         Adam().step_rows("e", params[1], [3], g[0, :1])
-        assert np.array_equal(*params)
+        assert np.array_equal(params[0], params[1])
 
 
 def test_gradients_that_are_lists_or_share_memory(backend: str) -> None:
@@ -251,16 +228,6 @@ def test_arrays_without_dimensions_and_without_elements(backend: str) -> None:
         optimizer.step(f"empty {shape}", np.zeros(shape), np.zeros(shape))
         optimizer.step_rows(f"empty {shape}", np.zeros(shape), np.zeros(0, int), np.zeros((0, *shape[1:])))
     optimizer.step_rows("empty (3, 0)", np.zeros((3, 0)), [2, 2], np.zeros((2, 0)))
-    assert moments(optimizer, "empty (3, 0)")[0].shape == (3, 0)
-
-
-def test_a_memmap_is_stepped_in_its_file(tmp_path: Path, backend: str) -> None:
-    np.ones((5, 4), np.float32).tofile(tmp_path / "table")
-    mapped, optimizer = np.memmap(tmp_path / "table", np.float32, "r+", shape=(5, 4)), Adam(lr=0.5)
-    optimizer.step("e", mapped, np.ones((5, 4)))
-    optimizer.step_rows("f", mapped, [3], np.ones((1, 4)))
-    mapped.flush()
-    assert np.fromfile(tmp_path / "table", np.float32)[::4].tolist() == [0.5, 0.5, 0.5, 0, 0.5]
 
 
 def test_numbers_that_are_not_finite_pass_through_without_warnings(backend: str) -> None:
@@ -298,22 +265,6 @@ def test_a_step_has_no_temporaries_of_the_size_of_the_array(backend: str) -> Non
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < param.nbytes / 8
-
-
-def test_two_threads_may_step_at_the_same_time(backend: str) -> None:
-    optimizer, params = Adam(), [np.zeros((5000, 20), np.float32) for _ in range(2)]
-    grad = normal(5000, 20, dtype=np.float32)
-    with ThreadPoolExecutor(2) as pool:
-        for _ in range(10):
-            list(pool.map(lambda index: optimizer.step(str(index), params[index], grad), range(2)))
-    assert params[0].any()
-    assert np.array_equal(*params)
-
-
-def test_an_optimizer_says_what_it_is() -> None:
-    optimizer = AdamW(lr=0.5)
-    optimizer.step("w", np.zeros(1), np.ones(1))
-    assert repr(optimizer) == ("AdamW(lr=0.5, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01): iteration 1, 1 names")
 
 
 STEP = """

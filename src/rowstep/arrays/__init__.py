@@ -14,8 +14,8 @@ bias correction. Arithmetic runs in float64; the parameter and its moments are s
 is added to the bias-corrected root of the second moment, as in torch.optim.Adam.
 
 The kernels are those of the torch optimizers. They work in place, without temporaries of the parameter's size, on
-``numba.get_num_threads()`` threads. Numba is imported at the first step. If it is missing, or with
-``ROWSTEP_BACKEND=reference``, NumPy does the work.
+``numba.get_num_threads()`` threads. Numba is imported at the first step. If it is missing, with
+``ROWSTEP_BACKEND=reference``, and for float16, NumPy does the work.
 """
 
 from ._adam import Adam, AdamW
