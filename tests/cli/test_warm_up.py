@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from rowstep._kernels import cache
-from rowstep.cli import main
-from rowstep.cli._warm_up import training
+from rowstep.cli import _warm_up, main
 
 WARM_UP = """
 import sys
@@ -105,10 +104,10 @@ def small_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_pool(x: Any) -> Any:
         return x + 1
 
-    def run(name: str, dtype: object) -> None:
+    def train(name: str, dtype: object) -> None:
         assert cache.kernel(on_pool)(1) == 2
 
-    monkeypatch.setattr(training, "run", run)
+    monkeypatch.setattr(_warm_up, "train", train)
     monkeypatch.setattr(cache, "records", [])
     monkeypatch.setattr(cache, "_has_warned", False)
     monkeypatch.delenv("ROWSTEP_BACKEND", raising=False)
@@ -151,7 +150,7 @@ def test_a_numba_that_does_not_ask_the_cache(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("ROWSTEP_BACKEND", raising=False)
-    monkeypatch.setattr(training, "run", lambda name, dtype: None)
+    monkeypatch.setattr(_warm_up, "train", lambda name, dtype: None)
     assert main(["warm-up"]) == 1
     assert "did not ask for kernels on disk" in capsys.readouterr().err
 

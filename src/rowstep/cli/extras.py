@@ -1,10 +1,11 @@
-"""What the commands and the benchmarks draw with.
+"""What the commands and the benchmarks draw with, and the errors that end a command with one sentence.
 
-Imported at use, so that `rowstep --help` works without the extra.
+rich and matplotlib are imported at use, so that `rowstep --help` works without the extra.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,7 +15,11 @@ if TYPE_CHECKING:
 WIDTH = 150
 
 
-class MissingExtraError(Exception):
+class CommandError(Exception):
+    """The command cannot go on; the message is all that the user sees."""
+
+
+class MissingExtraError(CommandError):
     """A package of the extra `cli` is not installed."""
 
     def __init__(self, package: str) -> None:
@@ -38,3 +43,11 @@ def figure(width: float, height: float) -> Figure:
     except ImportError:
         raise MissingExtraError("matplotlib") from None
     return Figure(figsize=(width, height), dpi=144, layout="constrained")
+
+
+def printable(text: str, longest: int = 100) -> str:
+    """Text from a file, fit for a terminal: whatever is not visible, or not in the output's encoding, is escaped."""
+    cut = text if len(text) <= longest else f"{text[: longest - 3]}..."
+    visible = (c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in cut)
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return "".join(visible).encode(encoding, "backslashreplace").decode(encoding)

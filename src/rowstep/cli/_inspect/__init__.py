@@ -1,55 +1,119 @@
-"""`rowstep inspect`: what a checkpoint holds for each parameter, without the model or the optimizer that wrote it.
-
-A file is read as a stranger's: nothing in it is executed, no size is believed before it is held against the file, and
-tables are read block by block. See `reading` for the formats.
-"""
+"""`rowstep inspect`: what a checkpoint holds for each parameter, without the model or the optimizer that wrote it."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from rowstep.cli import extras
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
-ABOUT = "show what a checkpoint holds: weights, optimizer state, rows touched"
+from rowstep.cli._inspect.contents import Optimizer, Parameter, Shape, find
+from rowstep.cli._inspect.reading import Stored, read, reason
+from rowstep.cli.extras import CommandError, printable
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "path", type=Path, help="a torch.save file, a torch.distributed.checkpoint directory, a .npz or a .safetensors"
-    )
-    plot = parser.add_mutually_exclusive_group()
-    plot.add_argument(
-        "--plot", type=Path, default=Path("out/inspect.png"), help="where the histograms go (default: out/inspect.png)"
-    )
-    plot.add_argument("--no-plot", action="store_true", help="draw no picture")
+_BLOCK = 1 << 18  # numbers at once: the norms of 1M x 64 took 0.13 s on one thread, and 0.20 s with 1 << 20
+_OFF = ("None", "False", "0", "0.0")
+_NOTES = """
+never touched: row_step is 0 or, where rows are not counted, the second moment is 0. Of steps and norms the least, the
+median and the largest are shown. by order, by shape: the file names no parameters, so states were matched with weights
+of the same shape, in order. An optimizer that is made from named_parameters() saves names."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    console = extras.console()
-    figure = None if arguments.no_plot else extras.figure(9, 3)
-
-    from rowstep.cli._inspect import contents, histograms, parameters, plot, reading, report
-    from rowstep.cli._inspect.text import printable
-
     try:
-        found = contents.of(reading.read(arguments.path))
-        described = parameters.of(found)
-        drawn = histograms.of(described)
-    except reading.UnreadableError as error:
-        print(f"rowstep: {printable(str(arguments.path), 1000)}: {printable(str(error), 1000)}", file=sys.stderr)
-        return 1
-    for part in report.parts(found, described, drawn, console):
-        console.print(part)
-    if figure is None or not drawn.shown:
-        return 0
-    try:
-        arguments.plot.parent.mkdir(parents=True, exist_ok=True)
-        plot.draw(figure, drawn.shown)
-        figure.savefig(arguments.plot, format="png")
-    except OSError as error:
-        print(f"rowstep: {arguments.plot}: the picture cannot be written: {error.strerror}", file=sys.stderr)
-        return 1
-    console.print(f"Histograms: {arguments.plot}", soft_wrap=True, markup=False, highlight=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, about dtypes and layouts that it will drop
+            lines = list(_lines(*find(read(arguments.path, arguments.trust))))  # reads the numbers before it prints
+    except (CommandError, OSError):
+        raise
+    except (Exception, CheckpointException) as error:  # a damaged file may raise anything
+        raise CommandError(f"{arguments.path}: cannot be read: {reason(error)}") from error
+    print(*lines, sep="\n")
     return 0
+
+
+def _lines(weights: dict[str, Stored], optimizers: list[Optimizer]) -> Iterator[str]:
+    for groups, parameters in optimizers:
+        yield f"Optimizer state, {len(parameters)} parameters"
+        for group in groups:
+            options = {str(k): _value(v) for k, v in group.items() if k not in ("params", "param_names")}
+            yield "group: " + ", ".join(f"{printable(k)}={v}" for k, v in options.items() if v not in _OFF)
+        for parameter in parameters:
+            yield from _parameter_lines(parameter, weights)
+        yield ""
+    parameters = [parameter for _, members in optimizers for parameter in members]
+    owned = {name for parameter in parameters for name in parameter.candidates}
+    if rest := {name: weight for name, weight in weights.items() if name not in owned}:
+        yield "Other tensors" if optimizers else "Tensors"
+        for name, weight in rest.items():
+            yield f"  {printable(name)}: {_tensor(weight, weight.shape)}"
+            yield from _rows(weight, {}, weight.shape)
+        yield ""
+    if not weights and not optimizers:
+        raise ValueError("it holds no tensor; expected the state dict of a module or of an optimizer")
+    in_state = sum(slot.nbytes for parameter in parameters for slot in parameter.tensors.values())
+    yield f"Total: weights {sum(w.nbytes for w in weights.values()):,} B, optimizer state {in_state:,} B"
+    yield _NOTES if optimizers else ""
+
+
+def _parameter_lines(parameter: Parameter, weights: dict[str, Stored]) -> Iterator[str]:
+    names = parameter.candidates or [f"parameter {parameter.name}" if parameter.name.isdecimal() else parameter.name]
+    weight = weights[names[0]] if parameter.candidates else None
+    shape = weight.shape if weight is not None else parameter.shape
+    called = printable(names[0] if len(names) == 1 else f"one of {', '.join(names)}")
+    yield f"  {called}{f' ({parameter.how})' if parameter.how else ''}: {_tensor(weight, shape)}"
+    parts = [f"{sum(slot.nbytes for slot in parameter.tensors.values()):,} B"]
+    parts += [f"step {_value(parameter.slots['step'])}"] if "step" in parameter.slots else []
+    parts += [f"{printable(n)} {_tensor(slot, slot.shape)}" for n, slot in parameter.tensors.items() if n != "step"]
+    yield f"    state: {'; '.join(parts)}" if parameter.slots else "    no state"
+    yield from _rows(weight if len(names) == 1 else None, parameter.slots, shape)
+
+
+def _rows(weight: Stored | None, slots: Mapping[str, Any], shape: Shape | None) -> Iterator[str]:
+    """How many rows of a table were never touched, the steps that rows have taken, and their norms."""
+    if shape is None or len(shape) < 2:
+        return
+    steps, norms, parts = _norms(slots.get("row_step")), _norms(weight), []
+    touched = steps if steps.any() else _norms(slots.get("exp_avg_sq", slots.get("exp_avg_sq_row")))
+    if len(touched):
+        untouched = int((touched == 0).sum())
+        parts.append(f"{untouched:,} of {len(touched):,} never touched ({untouched / len(touched):.1%})")
+    for what, values in (("steps of touched rows", steps[steps > 0]), ("norms", norms[norms.isfinite()])):
+        if len(values):
+            middle = values.kthvalue((len(values) + 1) // 2).values
+            parts.append(f"{what} {values.min():.4g}, {middle:.4g}, {values.max():.4g}")
+    if broken := int((~norms.isfinite()).sum()):
+        parts.append(f"{broken:,} with NaN or inf")
+    if parts:
+        yield f"    rows: {'; '.join(parts)}"
+
+
+def _norms(table: Any) -> torch.Tensor:
+    """The Euclidean norm of each row in float64, so of a slot per row its numbers; empty if there are no numbers."""
+    if not isinstance(table, Stored) or table.flaw or not math.prod(table.shape) or table.dtype.is_complex:
+        return torch.empty(0)
+    rows = table.shape[0] if table.shape else 1
+    blocks = torch.split(table.read().reshape(rows, -1), max(1, _BLOCK * rows // math.prod(table.shape)))
+    return torch.cat([torch.linalg.vector_norm(block.to(torch.float64), dim=1) for block in blocks])
+
+
+def _tensor(tensor: Stored | None, shape: Shape | None) -> str:
+    sizes = "shape unknown" if shape is None else " x ".join("?" if n is None else f"{n:,}" for n in shape) or "scalar"
+    if tensor is None:
+        return f"{printable(sizes)}, weights not in file"
+    return f"{printable(sizes)} {str(tensor.dtype).removeprefix('torch.')}, {tensor.flaw or f'{tensor.nbytes:,} B'}"
+
+
+def _value(value: Any) -> str:
+    """A short form. Only of plain values: the repr of a list that contains itself many times over has no end."""
+    if isinstance(value, Stored) and not value.flaw and math.prod(value.shape) == 1:
+        value = value.read()
+    if isinstance(value, torch.Tensor) and value.is_cpu and value.numel() == 1:
+        value = value.item()
+    parts = value if isinstance(value, (list, tuple)) else [value]
+    is_plain = all(part is None or isinstance(part, (int, float, str, torch.dtype)) for part in parts)
+    return printable(str(value).removeprefix("torch.")) if is_plain else f"<{type(value).__name__}>"

@@ -8,45 +8,26 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
+from rowstep.cli.extras import CommandError
+
 if TYPE_CHECKING:
     from rowstep._kernels.cache import Record
 
-ABOUT = "compile the usual kernels ahead, for container images: the first step then loads them"
-
 _OPTIMIZERS = ("SparseAdam", "DeferredAdam", "DeferredAdamW")
-
-_DETAILS = """\
-Compiles what the three optimizers need with their default options, on one and on several threads, and what
-clip_grad_norm_ needs. For other options, run a few steps of your own program instead: it fills the same cache.
-
-The kernels are for the CPU that this runs on, and for this version of Python, Numba and rowstep. On another CPU the
-first step compiles its own. They are kept in the package's own folder, or in the user's cache folder if that cannot be
-written, or where NUMBA_CACHE_DIR says, which must then say the same to the programs that should find them."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog, parser.formatter_class = _DETAILS, argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--dtype",
-        nargs="+",
-        action="extend",
-        choices=["float32", "float64", "bfloat16", "float16"],
-        help="dtypes of the tables (default: float32)",
-    )
+_COLUMNS = 64
+_STEPS = 3  # from the second on, rows have waited and catch up
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if trouble := _obstacle():
-        return _failed(trouble)
-    import torch
-
+    _require_compiler()
     from rowstep._kernels import cache
-    from rowstep.cli._warm_up import training
 
     start, first = time.perf_counter(), len(cache.records)
     for dtype in dict.fromkeys(arguments.dtype or ["float32"]):
@@ -54,48 +35,68 @@ def run(arguments: argparse.Namespace) -> int:
             begun, before = time.perf_counter(), len(cache.records)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "rowstep cannot cache", RuntimeWarning)  # said below
-                training.run(name, getattr(torch, dtype))
+                train(name, getattr(torch, dtype))
             found = cache.records[before:]
-            if trouble := _trouble(found, cache.records[first:]):
-                return _failed(trouble)
-            print(f"{name:<14}{dtype:<10}{_counted(found):<24}{time.perf_counter() - begun:6.1f} s", flush=True)
+            _require_saved(found, cache.records[first:])
+            loaded = sum(record.was_loaded for record in found)
+            counted = f"{len(found) - loaded} compiled, {loaded} loaded"
+            print(f"{name:<14}{dtype:<10}{counted:<24}{time.perf_counter() - begun:6.1f} s", flush=True)
     _show_folders(cache.records[first:], time.perf_counter() - start)
     return 0
 
 
-def _obstacle() -> str:
-    """Why no kernel will run at all."""
+def train(name: str, dtype: torch.dtype) -> None:
+    """Train a table of this dtype with this optimizer, on one thread and on two, so that every usual kernel runs."""
+    import rowstep
+    from rowstep._kernels.workspace import PARALLEL_FROM_BYTES
+
+    # A gradient that is large enough for threads, over a table of which a part waits.
+    ids = 2 * PARALLEL_FROM_BYTES // (_COLUMNS * dtype.itemsize)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            table = nn.Embedding(2 * ids, _COLUMNS, sparse=True, dtype=dtype)
+            optimizer: torch.optim.Optimizer = getattr(rowstep, name)(table.parameters())
+            for step in range(_STEPS):
+                optimizer.zero_grad()
+                torch.autograd.backward(table(torch.arange(ids) + step).float().sum())
+                rowstep.clip_grad_norm_(table.parameters(), 1.0)
+                optimizer.step()
+            optimizer.state_dict()  # every row catches up
+    finally:
+        torch.set_num_threads(before)
+
+
+def _require_compiler() -> None:
     try:
         import numba
     except ImportError as error:
-        return f"Numba cannot be imported ({error}), so there is nothing to compile. Install Numba"
+        raise CommandError(
+            f"Numba cannot be imported ({error}), so there is nothing to compile. Install Numba"
+        ) from None
     config: Any = numba.config
     if os.environ.get("ROWSTEP_BACKEND") == "reference":
-        return "ROWSTEP_BACKEND is 'reference', which compiles nothing; expected 'numba', or no such variable. Unset it"
+        raise CommandError(
+            "ROWSTEP_BACKEND is 'reference', which compiles nothing; expected 'numba', or no such variable. Unset it"
+        )
     if config.DISABLE_JIT:
-        return "NUMBA_DISABLE_JIT=1 disables Numba's compiler, so there is nothing to compile. Unset it"
-    return ""
+        raise CommandError("NUMBA_DISABLE_JIT=1 disables Numba's compiler, so there is nothing to compile. Unset it")
 
 
-def _trouble(found: list[Record], all_found: list[Record]) -> str:
-    """Why the next process will have to compile what these trainings needed."""
+def _require_saved(found: list[Record], all_found: list[Record]) -> None:
+    """Raise if the next process will have to compile what these trainings needed."""
     for record in found:
         if record.path is None:
-            return (
+            raise CommandError(
                 f"compiled kernels cannot be saved, so every process will compile its own: {record.trouble}. "
                 "Set NUMBA_CACHE_DIR to a writable directory, here and for the programs that should find them"
             )
     if not any(record.name.endswith("on_pool") for record in all_found):
-        return (
+        raise CommandError(
             "the installed Numba did not ask for kernels on disk, so every process will compile its own. "
             "Install a version of Numba that this version of rowstep was tested with"
         )
-    return ""
-
-
-def _counted(found: list[Record]) -> str:
-    loaded = sum(record.was_loaded for record in found)
-    return f"{len(found) - loaded} compiled, {loaded} loaded"
 
 
 def _show_folders(found: list[Record], seconds: float) -> None:
@@ -110,8 +111,3 @@ def _show_folders(found: list[Record], seconds: float) -> None:
     config: Any = numba.config
     cpu = config.CPU_NAME or llvmlite.binding.get_host_cpu_name()
     print(f"Done in {seconds:.1f} s. These kernels are for the CPU {cpu}; on another, the first step compiles its own.")
-
-
-def _failed(trouble: str) -> int:
-    print(f"rowstep warm-up: {trouble}", file=sys.stderr)
-    return 1
