@@ -27,7 +27,7 @@ from benchmarks.quality.lazy import LazySuite
 from benchmarks.sparse import SparseSuite
 from benchmarks.suite import Suite
 from rowstep.cli import extras
-from rowstep.cli.arguments import positive
+from rowstep.cli.extras import positive
 from tests.helpers.ranks import RankError
 
 if TYPE_CHECKING:

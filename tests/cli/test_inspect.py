@@ -9,7 +9,6 @@ import subprocess
 import sys
 import warnings
 import zipfile
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -89,9 +88,6 @@ def parts_of(shown: str) -> dict[str, str]:
     return {name: rest.split("\n")[0] for name, _, rest in (block.partition(": ") for block in blocks)}
 
 
-# What is shown
-
-
 def test_a_checkpoint_of_model_and_optimizer(tmp_path: Path, show: Show) -> None:
     model = Model()
     optimizer = stepped(model, SparseAdam(model.named_parameters(), bias_correction="row", weight_decay=0.5))
@@ -103,11 +99,13 @@ def test_a_checkpoint_of_model_and_optimizer(tmp_path: Path, show: Show) -> None
     assert (
         "row_step 10 int64, 80 B; rows: 7 of 10 never touched (70.0%); steps of touched rows 1, 3, 3; norms " in table
     )
-    assert "group: lr=0.001, betas=(0.9, 0.999)" in shown
-    assert "weight_decay=0.5, bias_correction=row" in shown
+    for part in (
+        "group: lr=0.001, betas=(0.9, 0.999)",
+        "weight_decay=0.5, bias_correction=row",
+        "Total: weights 380 B, ",
+    ):
+        assert part in shown
     assert "amsgrad" not in shown
-    assert "Total: weights 380 B, optimizer state " in shown
-    assert "epoch" not in shown
 
 
 @pytest.mark.parametrize("make", [SparseAdam, DeferredAdam, torch.optim.Adam])
@@ -144,9 +142,7 @@ def test_what_is_not_certain_is_not_claimed(tmp_path: Path, show: Show) -> None:
     assert "one of model.weight, ema.weight: 3 x 4" in shown
     for claim in ("not in file", "Other tensors"):
         assert claim not in shown
-    bare = show(saved(state, tmp_path))
-    assert "parameter 0: 10 x 4, weights not in file" in bare
-    assert "9 of 10 never touched" in bare
+    assert "parameter 0: 10 x 4, weights not in file" in show(saved(state, tmp_path))
 
 
 def test_states_of_other_optimizers_and_of_rows(tmp_path: Path, show: Show) -> None:
@@ -212,11 +208,10 @@ def test_files_of_rowstep_arrays_and_safetensors(tmp_path: Path, show: Show, mon
     assert "state: 96 B; step 2; " in shown
     weights = tmp_path / "weights.safetensors"
     weights.write_bytes((2).to_bytes(8, "little") + b"{}")
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    assert "needs safetensors, which is not installed: pip install safetensors" in show(weights)
-    monkeypatch.undo()
-    written = pytest.importorskip("safetensors.torch")
-    written.save_file({"a": torch.ones(3, 2, dtype=torch.bfloat16)}, weights)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "safetensors", None)
+        assert "needs safetensors, which is not installed: pip install safetensors" in show(weights)
+    pytest.importorskip("safetensors.torch").save_file({"a": torch.ones(3, 2, dtype=torch.bfloat16)}, weights)
     assert "a: 3 x 2 bfloat16, 12 B\n    rows: norms 1.414" in show(weights)
 
 
@@ -226,7 +221,6 @@ def test_odd_tensors_and_junk_are_shown(tmp_path: Path, show: Show) -> None:
         "empty": torch.ones(0, 4), "scalar": torch.tensor(3.0), "meta": torch.empty(3, 2, device="meta"),
         "sparse": torch.eye(3).to_sparse(), "expanded": torch.ones(1).expand(1 << 40, 1 << 10),
         "complex": torch.ones(3, 2, dtype=torch.complex64), "float8": torch.ones(3, 2).to(torch.float8_e4m3fn),
-        "bool": torch.ones(3, 2, dtype=torch.bool), "transposed": nn.Parameter(torch.ones(3, 4).t()),
         "quantized": torch.quantize_per_tensor(torch.ones(3, 2), 0.1, 0, torch.qint8),
     }  # fmt: skip
     shown = show(saved(odd, tmp_path))
@@ -237,9 +231,9 @@ def test_odd_tensors_and_junk_are_shown(tmp_path: Path, show: Show) -> None:
         laughs = [laughs, laughs]  # small in the file, and 2^60 elements if each is looked at
     cyclic: dict[str, Any] = {"w": torch.ones(2, 2), "laughs": laughs}
     cyclic["self"] = cyclic
-    slots = dict.fromkeys(("step", "exp_avg", "exp_avg_sq", "row_step"))
-    states = {n: dict.fromkeys(slots, value) for n, value in enumerate([*odd.values(), laughs, None, "x", 1 << 70])}
     assert "w: 2 x 2" in show(saved(cyclic, tmp_path))
+    slots = ("step", "exp_avg", "exp_avg_sq", "row_step")
+    states = {n: dict.fromkeys(slots, value) for n, value in enumerate([*odd.values(), laughs, None, "x", 1 << 70])}
     assert "lr=<list>" in show(saved({"state": states, "param_groups": [{"lr": laughs}]}, tmp_path))
 
 
@@ -252,9 +246,6 @@ def test_names_cannot_command_the_terminal(tmp_path: Path, show: Show) -> None:
     assert "x" * 101 not in shown
 
 
-# Files that are no checkpoint, or were made to do harm
-
-
 class Runs:
     """Whoever unpickles this runs code: it makes a folder."""
 
@@ -265,37 +256,27 @@ class Runs:
         return os.mkdir, (str(self.mark),)
 
 
-class Lie:
-    """A tensor that claims more numbers than its storage has."""
-
-    def __reduce__(self) -> Any:
-        hooks: OrderedDict[str, Tensor] = OrderedDict()
-        storage = torch.zeros(3).storage()  # type: ignore[no-untyped-call]
-        return torch._utils._rebuild_tensor_v2, (storage, 0, (1 << 40, 4), (4, 1), False, hooks)
-
-
 def make(kind: str, path: Path) -> None:
-    mark = path.parent / "was_run"
+    runs = Runs(path.parent / "was_run")
     if kind in ("empty folder", "metadata that runs code"):
         path.mkdir()
         if kind != "empty folder":
-            (path / ".metadata").write_bytes(pickle.dumps(Runs(mark)))
+            (path / ".metadata").write_bytes(pickle.dumps(runs))
     elif kind == "pipe":
         os.mkfifo(path)
-    elif kind in ("code", "lie", "nothing", "truncated"):
-        torch.save({"code": Runs(mark), "lie": Lie(), "truncated": torch.ones(99)}.get(kind, 3), path)
+    elif kind in ("code", "nothing", "truncated"):
+        torch.save({"code": runs, "truncated": torch.ones(99)}.get(kind, 3), path)
         path.write_bytes(path.read_bytes()[: -99 if kind == "truncated" else None])
     elif kind == "archive":
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("file/data.pkl", b"junk")
     elif kind == "objects":
         with open(path, "wb") as file:
-            np.savez(file, x=np.array([Runs(mark)], object))
+            np.savez(file, x=np.array([runs], object))
     elif kind != "missing":
-        path.write_bytes({"pickle": pickle.dumps(Runs(mark)), "text": b"hello, checkpoint", "empty": b""}[kind])
+        path.write_bytes({"pickle": pickle.dumps(runs), "text": b"hello, checkpoint", "empty": b""}[kind])
 
 
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
@@ -310,7 +291,6 @@ def make(kind: str, path: Path) -> None:
         ("archive", "cannot be read: "),
         ("code", ".mkdir, which could run code; expected state dicts, of tensors and plain containers"),
         ("objects", "cannot be read: Object arrays cannot be loaded"),
-        ("lie", "cannot be read: Trying to resize storage that is not resizable"),
         ("nothing", "it holds no tensor; expected the state dict of a module or of an optimizer"),
     ],
 )
@@ -322,10 +302,9 @@ def test_what_is_no_checkpoint_is_refused_in_one_sentence(kind: str, reason: str
 
 def test_damaged_items_of_a_directory(tmp_path: Path, show: Show) -> None:
     path = saved_dcp({"w": torch.ones(200, 2)}, tmp_path)
-    (path / "__0_0.distcp").write_bytes(b"junk")
-    assert "cannot be read: " in show(path, "--trust")
-    (path / ".metadata").write_bytes(b"junk")
-    assert "cannot be read: " in show(path, "--trust")
+    for name in ("__0_0.distcp", ".metadata"):
+        (path / name).write_bytes(b"junk")
+        assert "cannot be read: " in show(path, "--trust")
 
 
 def test_a_reader_that_closes_the_pipe(tmp_path: Path) -> None:

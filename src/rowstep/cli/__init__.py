@@ -15,16 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rowstep import __version__
-from rowstep.cli.arguments import positive
-from rowstep.cli.extras import CommandError, printable
+from rowstep.cli.extras import CommandError, positive, printable
 
 _WARM_UP_DETAILS = """\
-Compiles what the three optimizers need with their default options, on one and on several threads, and what
-clip_grad_norm_ needs. For other options, run a few steps of your own program instead: it fills the same cache.
-
-The kernels are for the CPU that this runs on, and for this version of Python, Numba and rowstep. On another CPU the
-first step compiles its own. They are kept in the package's own folder, or in the user's cache folder if that cannot be
-written, or where NUMBA_CACHE_DIR says, which must then say the same to the programs that should find them."""
+For the default options of the optimizers and for clip_grad_norm_, on one and on several threads. For other options run
+a few steps of your own program: it fills the same cache. The kernels are for this CPU and these versions of Python,
+Numba and rowstep. NUMBA_CACHE_DIR says where they go; programs that should find them need the same setting."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,39 +8,30 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rowstep import DeferredAdam, SparseAdam
 from rowstep.cli import extras
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 SPARSE, DEFERRED = "SparseAdam", "DeferredAdam"
 ROUNDS = 5  # at least, where a step takes long
 CHECKED_STEPS = 3
 LARGEST_DIFFERENCE = 1e-6  # a thousandth of a step; weights below 1 are rounded to 6e-8
-# In a long training rows have waited before they are read again; a table that is new would have nothing to catch up.
-WAITED_STEPS = 100
+WAITED_STEPS = 100  # as in a long training: the rows of a new table would have nothing to catch up
 CAPTION = (
     "torch: SparseAdam, and Adam (fused) beside DeferredAdam. Adam's dense gradient is made before the clock starts; "
-    "DeferredAdam's time includes the catch-up of the batch's rows. Ratios are of the medians.\n"
-    "On a busy machine these times mean nothing, least of all those of several threads."
+    "DeferredAdam's time includes the catch-up of the batch's rows. On a busy machine these times mean nothing."
 )
 
 
-@dataclass(frozen=True)
-class Size:
+class Size(NamedTuple):
     rows: int
     dim: int
     ids: int  # per step
@@ -52,20 +43,27 @@ class Size:
 SIZES = (Size(10_000, 16, 1_024), Size(100_000, 32, 8_192), Size(1_000_000, 64, 65_536))
 
 
-@dataclass(frozen=True)
-class Line:
-    name: str
-    size: Size
-    threads: int
-    ours: list[float] = field(default_factory=list)  # seconds of each step
-    theirs: list[float] = field(default_factory=list)
-
-
 def run(arguments: argparse.Namespace) -> int:
     console = extras.console()
-    threads = arguments.threads or sorted({1, torch.get_num_threads()})
-    sizes = SIZES[:1] if arguments.quick else SIZES
-    console.print(_table(list(_lines(threads, arguments.seconds, sizes, console))))
+    from rich.table import Table
+
+    title = f"One step: median (min) in ms; torch {torch.__version__}, {os.cpu_count()} cores"
+    table = Table("optimizer", "table, Zipf ids per step", title=title, caption=CAPTION)
+    for heading in ("threads", "rounds", "rowstep", "torch", "torch / rowstep"):
+        table.add_column(heading, justify="right")
+    before = torch.get_num_threads()
+    sizes, threads = SIZES[: 1 if arguments.quick else None], arguments.threads or sorted({1, before})
+    try:
+        for name, size, count in itertools.product((SPARSE, DEFERRED), sizes, threads):
+            torch.set_num_threads(count)
+            with console.status(f"measuring {name}, {size}, threads: {count}"):
+                taken = _measure(Pair(name, size), arguments.seconds)
+            times = [f"{1e3 * median(seconds):,.3f} ({1e3 * min(seconds):,.3f})" for seconds in taken]
+            ratio = median(taken[1]) / median(taken[0])
+            table.add_row(name, str(size), str(count), str(len(taken[0])), *times, f"{ratio:.1f}x")
+    finally:
+        torch.set_num_threads(before)
+    console.print(table)
     return 0
 
 
@@ -89,7 +87,9 @@ class Pair:
     def prepare(self) -> None:
         """Give both the gradient of the next batch."""
         self._other_table.grad = None  # a dense one is as large as the table: not two at once
-        self._ids = self._next_ids()
+        # Ids that follow Zipf's law, the most frequent first: their logarithms are uniform.
+        draws = torch.rand(self.size.ids, generator=self._random, dtype=torch.float64)
+        self._ids = (self.size.rows**draws).long() - 1
         self._table.grad = gradient = torch.sparse_coo_tensor(
             self._ids.unsqueeze(0), self._slopes, self._table.shape, check_invariants=False
         )
@@ -123,57 +123,19 @@ class Pair:
             self.prepare()
             self.step()
 
-    def _next_ids(self) -> Tensor:
-        """Ids that follow Zipf's law, the most frequent first: their logarithms are uniform."""
-        draws = torch.rand(self.size.ids, generator=self._random, dtype=torch.float64)
-        return (self.size.rows**draws).long() - 1
 
-
-def _lines(threads: Sequence[int], seconds: float, sizes: Sequence[Size], console: Console) -> Iterator[Line]:
-    before = torch.get_num_threads()
-    try:
-        for name, size, count in itertools.product((SPARSE, DEFERRED), sizes, threads):
-            line = Line(name, size, count)
-            with console.status(f"measuring {name}, {size}, threads: {count}"):
-                torch.set_num_threads(count)
-                _measure(line, seconds)
-            yield line
-    finally:
-        torch.set_num_threads(before)
-
-
-def _measure(line: Line, seconds: float) -> None:
-    pair = Pair(line.name, line.size)
+def _measure(pair: Pair, seconds: float) -> tuple[list[float], list[float]]:
+    """The seconds of each of our steps, and of torch's."""
     pair.check()
     pair.warm_up()
-    turns: list[tuple[Callable[[], object], list[float]]] = [(pair.step, line.ours), (pair.theirs.step, line.theirs)]
+    taken: tuple[list[float], list[float]] = [], []
+    turns: list[tuple[Callable[[], object], list[float]]] = [(pair.step, taken[0]), (pair.theirs.step, taken[1])]
     stop = time.perf_counter() + seconds
-    while len(line.ours) < ROUNDS or time.perf_counter() < stop:
+    while len(taken[0]) < ROUNDS or time.perf_counter() < stop:
         pair.prepare()
-        for step, taken in turns:
+        for step, times in turns:
             start = time.perf_counter()
             step()
-            taken.append(time.perf_counter() - start)
+            times.append(time.perf_counter() - start)
         turns.reverse()  # the second finds the gradient in the cache
-
-
-def _table(lines: Iterable[Line]) -> Table:
-    from rich.table import Table
-
-    title = f"One step: median (min) in ms; torch {torch.__version__}, {os.cpu_count()} cores"
-    shown = Table("optimizer", "table, Zipf ids per step", title=title, caption=CAPTION)
-    for heading in ("threads", "rounds", "rowstep", "torch", "torch / rowstep"):
-        shown.add_column(heading, justify="right")
-    for name, group in itertools.groupby(lines, lambda line: line.name):
-        for line in group:
-            times = [f"{_digits(median(taken))} ({_digits(min(taken))})" for taken in (line.ours, line.theirs)]
-            ratio = median(line.theirs) / median(line.ours)
-            shown.add_row(name, str(line.size), str(line.threads), str(len(line.ours)), *times, f"{ratio:.1f}x")
-        shown.add_section()
-    return shown
-
-
-def _digits(seconds: float) -> str:
-    """Milliseconds, with three digits that count."""
-    milliseconds = seconds * 1e3
-    return f"{milliseconds:,.{max(0, 2 - math.floor(math.log10(milliseconds)))}f}"
+    return taken

@@ -1,8 +1,7 @@
 """`rowstep demo`: word vectors from Python's own manual, trained twice on the same batches.
 
 Skip-gram with negative sampling is the classic user of sparse gradients: two tables, and a step that touches the words
-of one batch. One model is stepped by rowstep, its twin by torch; they take turns, so that noise disturbs both. The
-manual ships with every interpreter, so nothing is downloaded.
+of one batch. One model is stepped by rowstep, its twin by torch; they take turns, so that noise disturbs both.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pydoc_data.topics import topics
 from statistics import mean, median
 from typing import TYPE_CHECKING
@@ -26,33 +24,36 @@ from rowstep.cli import extras
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 LEARNING_RATE = 0.01
 RECENT = 50  # steps averaged into the loss that is shown
-WINDOW = 5
-NEGATIVES = 5
+WINDOW = NEGATIVES = NEIGHBOURS = 5
 RARE = 8  # words seen less often get no vector: they have too few contexts to learn from
 FREQUENT = 1e-3  # above this share of the text, occurrences of a word ("the") are thinned out
 QUERIES = ("class", "exception", "import", "dictionary", "async", "float", "true", "left", "unicode", "loop")
-
-Batch = tuple[Tensor, Tensor]  # words; and for each its true neighbour, then the drawn ones
 
 
 def run(arguments: argparse.Namespace) -> int:
     console = extras.console()
     vocabulary, text = _python_manual()
-    console.print(
-        f"Python's manual: {len(text):,} words, {len(vocabulary):,} different. "
-        f"Two tables of {len(vocabulary):,} x {arguments.dim}, {arguments.batch:,} word pairs a step."
-    )
-    ours = _start("rowstep.SparseAdam", SparseAdam, len(vocabulary), arguments)
-    theirs = _start("torch.optim.SparseAdam", torch.optim.SparseAdam, len(vocabulary), arguments)
-    _train(ours, theirs, _batches(text, arguments.batch, arguments.seed), arguments, console)
-    if len(ours.losses) < arguments.steps:
-        console.print(f"Stopped after {len(ours.losses)} of {arguments.steps} steps: {arguments.seconds:g} s were up.")
-    console.print(_neighbours(vocabulary, ours.model.words.weight.detach()))
-    console.print(_comparison(ours, theirs))
+    sizes = f"two tables of {len(vocabulary):,} x {arguments.dim}, {arguments.batch:,} word pairs a step"
+    console.print(f"Python's manual: {len(text):,} words, {len(vocabulary):,} different; {sizes}.")
+    ours, theirs = (Run(kind, len(vocabulary), arguments) for kind in (SparseAdam, torch.optim.SparseAdam))
+    batches = _batches(text, arguments.batch, arguments.seed)
+    stop = time.perf_counter() + arguments.seconds
+    with console.status("training") as status:
+        for number in range(arguments.steps):
+            batch = next(batches)
+            # Taking turns at going first: the second finds the batch in the cache.
+            for model in (ours, theirs) if number % 2 else (theirs, ours):
+                model.step(batch)
+            status.update(f"training: step {number + 1} of {arguments.steps}, loss {ours.recent_loss:.3f}")
+            if time.perf_counter() > stop:
+                console.print(
+                    f"Stopped after {number + 1} of {arguments.steps} steps: {arguments.seconds:g} s were up."
+                )
+                break
+    _show(ours, theirs, vocabulary, console)
     return 0
 
 
@@ -66,15 +67,21 @@ def _python_manual() -> tuple[list[str], np.ndarray]:
     return vocabulary, np.array([position[word] for word in text if word in position])
 
 
-def _batches(text: np.ndarray, size: int, seed: int) -> Iterator[Batch]:
-    """Endless batches of word pairs with negatives; every pass over the text is thinned and shuffled anew."""
+def _batches(text: np.ndarray, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless batches: words, and for each a true neighbour and drawn ones. Every pass is thinned and shuffled anew."""
     rng = np.random.default_rng(seed)
     share = np.bincount(text) / len(text)
     keep = np.sqrt(FREQUENT / share).clip(max=1)
     noise = np.cumsum(share**0.75)
     noise /= noise[-1]
     while True:
-        pairs = rng.permutation(_pairs(text[rng.random(len(text)) < keep[text]], rng))
+        thinned = text[rng.random(len(text)) < keep[text]]
+        found = []
+        for distance in range(1, WINDOW + 1):  # the near ones more often, as word2vec draws them
+            left, right = thinned[:-distance], thinned[distance:]
+            kept = rng.random(len(left)) < 1 - (distance - 1) / WINDOW
+            found += [np.column_stack([left, right])[kept], np.column_stack([right, left])[kept]]
+        pairs = rng.permutation(np.concatenate(found))
         if len(pairs) < size:
             about = f"the batch has {size:,} pairs; expected at most {len(pairs):,}, all pairs of the text"
             raise extras.CommandError(f"{about}. Pass a smaller --batch")
@@ -82,16 +89,6 @@ def _batches(text: np.ndarray, size: int, seed: int) -> Iterator[Batch]:
             centres, contexts = pairs[start : start + size].T
             negatives = np.searchsorted(noise, rng.random((size, NEGATIVES)))
             yield torch.tensor(centres), torch.from_numpy(np.column_stack([contexts, negatives]))
-
-
-def _pairs(text: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """(centre, context) for words up to WINDOW apart, the near ones more often, as word2vec draws them."""
-    found = []
-    for distance in range(1, WINDOW + 1):
-        left, right = text[:-distance], text[distance:]
-        kept = rng.random(len(left)) < 1 - (distance - 1) / WINDOW
-        found += [np.column_stack([left, right])[kept], np.column_stack([right, left])[kept]]
-    return np.concatenate(found)
 
 
 class SkipGram(nn.Module):
@@ -105,24 +102,22 @@ class SkipGram(nn.Module):
     def forward(self, centres: Tensor, contexts: Tensor) -> Tensor:
         """The loss of each pair: tell the true neighbour, which comes first, from the drawn ones."""
         scores = torch.bmm(self.contexts(contexts), self.words(centres).unsqueeze(2)).squeeze(2)
-        sign = torch.ones(scores.shape[1])
-        sign[1:] = -1
+        sign = torch.tensor([1.0, *[-1.0] * NEGATIVES])
         return -nn.functional.logsigmoid(sign * scores).sum(1).mean()
 
 
-@dataclass
 class Run:
-    """One optimizer's training, with the seconds each of its steps took."""
+    def __init__(self, kind: type[torch.optim.Optimizer], words: int, arguments: argparse.Namespace) -> None:
+        torch.manual_seed(arguments.seed)
+        self.model = SkipGram(words, arguments.dim)
+        # Optimizer itself has no default for lr, though both of its subclasses here do.
+        self.optimizer = kind(self.model.parameters(), lr=LEARNING_RATE)  # type: ignore[call-arg]
+        self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.05, total_iters=arguments.steps)
+        self.losses: list[float] = []
+        self.optimizer_seconds: list[float] = []
+        self.training_seconds: list[float] = []
 
-    name: str
-    model: SkipGram
-    optimizer: torch.optim.Optimizer
-    schedule: torch.optim.lr_scheduler.LRScheduler
-    losses: list[float] = field(default_factory=list)
-    optimizer_seconds: list[float] = field(default_factory=list)
-    training_seconds: list[float] = field(default_factory=list)
-
-    def step(self, batch: Batch) -> None:
+    def step(self, batch: tuple[Tensor, Tensor]) -> None:
         start = time.perf_counter()
         self.optimizer.zero_grad()
         loss = self.model(*batch)
@@ -140,49 +135,21 @@ class Run:
         return mean(self.losses[-RECENT:])
 
 
-def _start(name: str, kind: type[torch.optim.Optimizer], words: int, arguments: argparse.Namespace) -> Run:
-    torch.manual_seed(arguments.seed)
-    model = SkipGram(words, arguments.dim)
-    # Optimizer itself has no default for lr, though both of its subclasses here do.
-    optimizer = kind(model.parameters(), lr=LEARNING_RATE)  # type: ignore[call-arg]
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, total_iters=arguments.steps)
-    return Run(name, model, optimizer, schedule)
-
-
-def _train(ours: Run, theirs: Run, batches: Iterator[Batch], arguments: argparse.Namespace, console: Console) -> None:
-    stop = time.perf_counter() + arguments.seconds
-    with console.status("training") as status:
-        for number in range(1, arguments.steps + 1):
-            batch = next(batches)
-            # Taking turns at going first: the second finds the batch in the cache.
-            for run in (ours, theirs) if number % 2 else (theirs, ours):
-                run.step(batch)
-            losses = f"loss {ours.recent_loss:.3f} rowstep, {theirs.recent_loss:.3f} torch"
-            status.update(f"training: step {number} of {arguments.steps}, {losses}")
-            if time.perf_counter() > stop:
-                return
-
-
-def _neighbours(vocabulary: list[str], vectors: Tensor, count: int = 5) -> Table:
+def _show(ours: Run, theirs: Run, vocabulary: list[str], console: Console) -> None:
     from rich.table import Table
 
     table = Table("word", "nearest in meaning", title="What the vectors learned")
-    unit = nn.functional.normalize(vectors, dim=1)
+    unit = nn.functional.normalize(ours.model.words.weight.detach(), dim=1)
     for query in QUERIES:
         # The manual differs between versions of Python: a word that has become rare is left out.
         if query in vocabulary:
-            nearest = (unit @ unit[vocabulary.index(query)]).topk(count + 1).indices.tolist()
+            nearest = (unit @ unit[vocabulary.index(query)]).topk(NEIGHBOURS + 1).indices.tolist()
             table.add_row(query, ", ".join(vocabulary[i] for i in nearest if vocabulary[i] != query))
-    return table
-
-
-def _comparison(ours: Run, theirs: Run) -> Table:
-    from rich.table import Table
-
-    table = Table("", "rowstep", "torch", "torch / rowstep", title=f"{ours.name} and {theirs.name} on the same batches")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    table.add_row(f"loss, last {RECENT} steps", f"{ours.recent_loss:.4f}", f"{theirs.recent_loss:.4f}", "")
+    console.print(table)
+    table = Table("", title="rowstep.SparseAdam and torch.optim.SparseAdam on the same batches")
+    for heading in ("rowstep", "torch", "torch / rowstep"):
+        table.add_column(heading, justify="right")
+    table.add_row(f"loss, last {RECENT} steps", f"{ours.recent_loss:.4f}", f"{theirs.recent_loss:.4f}")
     for what, mine, other in (
         ("optimizer step", ours.optimizer_seconds, theirs.optimizer_seconds),
         ("whole training step", ours.training_seconds, theirs.training_seconds),
@@ -193,5 +160,5 @@ def _comparison(ours: Run, theirs: Run) -> Table:
     pairs = list(zip(ours.model.parameters(), theirs.model.parameters(), strict=True))
     difference = max((a - b).abs().max().item() for a, b in pairs)
     largest = max(b.abs().max().item() for _, b in pairs)
-    table.add_row(f"largest difference in weights (≤ {largest:.1f})", f"{difference:.1e}", "", "")
-    return table
+    table.add_row(f"largest difference in weights (≤ {largest:.1f})", f"{difference:.1e}")
+    console.print(table)

@@ -1,7 +1,7 @@
 """`rowstep warm-up`: compile the usual kernels now, so that no first step has to.
 
-A container starts without a cache unless its image has one. The kernels are compiled as every program compiles them: by
-short trainings that need them. So they land where a program will look, and nothing here knows their names.
+The kernels are compiled as every program compiles them: by short trainings that need them. So they land where a program
+will look, and nothing here knows their names.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import argparse
 import os
 import time
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from rowstep._kernels.cache import Record
 
 _OPTIMIZERS = ("SparseAdam", "DeferredAdam", "DeferredAdamW")
-_COLUMNS = 64
-_STEPS = 3  # from the second on, rows have waited and catch up
+_COLUMNS, _STEPS = 64, 3  # from the second step on, rows have waited and catch up
 
 
 def run(arguments: argparse.Namespace) -> int:
     _require_compiler()
+    import llvmlite.binding
+    import numba
+
     from rowstep._kernels import cache
 
     start, first = time.perf_counter(), len(cache.records)
@@ -36,12 +38,18 @@ def run(arguments: argparse.Namespace) -> int:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "rowstep cannot cache", RuntimeWarning)  # said below
                 train(name, getattr(torch, dtype))
+            _require_saved(cache.records[first:])
             found = cache.records[before:]
-            _require_saved(found, cache.records[first:])
             loaded = sum(record.was_loaded for record in found)
             counted = f"{len(found) - loaded} compiled, {loaded} loaded"
             print(f"{name:<14}{dtype:<10}{counted:<24}{time.perf_counter() - begun:6.1f} s", flush=True)
-    _show_folders(cache.records[first:], time.perf_counter() - start)
+    paths = {record.path for record in cache.records[first:] if record.path is not None}
+    for folder in sorted({path.parent for path in paths}):
+        sizes = [path.stat().st_size for path in paths if path.parent == folder]
+        print(f"{len(sizes)} kernels, {sum(sizes) / 1e6:.1f} MB, in {folder.resolve()}")
+    cpu = numba.config.CPU_NAME or llvmlite.binding.get_host_cpu_name()  # type: ignore[attr-defined]
+    done = f"Done in {time.perf_counter() - start:.1f} s"
+    print(f"{done}. These kernels are for the CPU {cpu}; on another, the first step compiles its own.")
     return 0
 
 
@@ -75,39 +83,23 @@ def _require_compiler() -> None:
         raise CommandError(
             f"Numba cannot be imported ({error}), so there is nothing to compile. Install Numba"
         ) from None
-    config: Any = numba.config
     if os.environ.get("ROWSTEP_BACKEND") == "reference":
         raise CommandError(
             "ROWSTEP_BACKEND is 'reference', which compiles nothing; expected 'numba', or no such variable. Unset it"
         )
-    if config.DISABLE_JIT:
+    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
         raise CommandError("NUMBA_DISABLE_JIT=1 disables Numba's compiler, so there is nothing to compile. Unset it")
 
 
-def _require_saved(found: list[Record], all_found: list[Record]) -> None:
+def _require_saved(found: list[Record]) -> None:
     """Raise if the next process will have to compile what these trainings needed."""
-    for record in found:
-        if record.path is None:
-            raise CommandError(
-                f"compiled kernels cannot be saved, so every process will compile its own: {record.trouble}. "
-                "Set NUMBA_CACHE_DIR to a writable directory, here and for the programs that should find them"
-            )
-    if not any(record.name.endswith("on_pool") for record in all_found):
+    if unsaved := [record.trouble for record in found if record.path is None]:
+        raise CommandError(
+            f"compiled kernels cannot be saved, so every process will compile its own: {unsaved[0]}. "
+            "Set NUMBA_CACHE_DIR to a writable directory, here and for the programs that should find them"
+        )
+    if not any(record.name.endswith("on_pool") for record in found):
         raise CommandError(
             "the installed Numba did not ask for kernels on disk, so every process will compile its own. "
             "Install a version of Numba that this version of rowstep was tested with"
         )
-
-
-def _show_folders(found: list[Record], seconds: float) -> None:
-    import llvmlite.binding
-    import numba
-
-    paths = {record.path for record in found if record.path is not None}
-    for folder in sorted({path.parent for path in paths}):
-        inside = [path for path in paths if path.parent == folder]
-        megabytes = sum(path.stat().st_size for path in inside) / 1e6
-        print(f"{len(inside)} kernels, {megabytes:.1f} MB, in {folder.resolve()}")
-    config: Any = numba.config
-    cpu = config.CPU_NAME or llvmlite.binding.get_host_cpu_name()
-    print(f"Done in {seconds:.1f} s. These kernels are for the CPU {cpu}; on another, the first step compiles its own.")

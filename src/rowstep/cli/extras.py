@@ -1,10 +1,8 @@
-"""What the commands and the benchmarks draw with, and the errors that end a command with one sentence.
-
-rich and matplotlib are imported at use, so that `rowstep --help` works without the extra.
-"""
+"""What the commands share with the benchmarks. rich and matplotlib are imported at use: `--help` works without them."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from typing import TYPE_CHECKING
 
@@ -12,16 +10,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console
 
-WIDTH = 150
-
 
 class CommandError(Exception):
     """The command cannot go on; the message is all that the user sees."""
 
 
 class MissingExtraError(CommandError):
-    """A package of the extra `cli` is not installed."""
-
     def __init__(self, package: str) -> None:
         super().__init__(f"this command needs {package}, which is not installed: pip install 'rowstep[cli]'")
 
@@ -33,7 +27,7 @@ def console() -> Console:
         raise MissingExtraError("rich") from None
     screen = Console()
     # Without a terminal rich takes 80 columns for granted, and tables in log files would wrap.
-    return screen if screen.is_terminal else Console(width=WIDTH)
+    return screen if screen.is_terminal else Console(width=150)
 
 
 def figure(width: float, height: float) -> Figure:
@@ -43,6 +37,12 @@ def figure(width: float, height: float) -> Figure:
     except ImportError:
         raise MissingExtraError("matplotlib") from None
     return Figure(figsize=(width, height), dpi=144, layout="constrained")
+
+
+def positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
 
 
 def printable(text: str, longest: int = 100) -> str:
