@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,15 +19,26 @@ class Case:
     name: str
     rows: int
     dim: int
-    ids: int
+    ids: int  # of one table, in one batch
     zipf: bool = False
     tables: int = 1
+    bag: int = 0  # ids per bag; 0: no bags
+    batches: int = POOL  # different ones, so that rows wait as long as they do in training
 
     @property
     def about(self) -> str:
         many = f"{self.tables} tables of " if self.tables > 1 else ""
         kind = "Zipf" if self.zipf else "uniform"
-        return f"{many}{short(self.rows)} x {self.dim}, {self.ids:,} {kind} ids"
+        ids = f"{self.ids:,} {kind} ids"
+        if self.bag:
+            each = " each" * (self.tables > 1)
+            ids = f"{self.ids // self.bag:,} bags of {self.bag} {kind} id{'s' * (self.bag > 1)}{each}"
+        waiting = f", {self.batches} batches" * (self.batches != POOL)
+        return f"{many}{self.size}, {ids}{waiting}"
+
+    @property
+    def size(self) -> str:
+        return f"{short(self.rows)} x {self.dim}"
 
     @property
     def share_touched(self) -> float:
@@ -43,6 +55,10 @@ UNIFORM = Case("uniform-1m", 1_000_000, 64, 65_536)
 LONG = Case("uniform-10m", 10_000_000, 32, 16_384)
 SMALL = Case("uniform-100k", 100_000, 16, 4_096)
 MANY = Case("26-tables", 100_000, 16, 2_048, tables=26)
+# For quick runs:
+TINY_ZIPF = Case("zipf-20k", 20_000, 16, 4_096, zipf=True)
+TINY_UNIFORM = Case("uniform-20k", 20_000, 16, 4_096)
+TINY_MANY = Case("3-tables", 5_000, 16, 512, tables=3)
 
 
 def short(count: int) -> str:
@@ -53,8 +69,8 @@ def short(count: int) -> str:
     return f"{count:,}"
 
 
-def batches_of_ids(case: Case, batches: int = POOL) -> list[list[Tensor]]:
-    """So many batches, each with the ids of every table."""
+def batches_of_ids(case: Case, times: int = 1) -> list[list[Tensor]]:
+    """The case's batches, or ``times`` as many, each with the ids of every table."""
     rng = np.random.default_rng(0)
     popular = popularity(case.rows) if case.zipf else None
 
@@ -64,7 +80,7 @@ def batches_of_ids(case: Case, batches: int = POOL) -> list[list[Tensor]]:
         # Frequent rows lie scattered, as hashed ids do: a stride that is prime to the rows is a permutation of them.
         return popular.searchsorted(rng.random(case.ids)) * 7_368_787 % case.rows
 
-    return [[torch.from_numpy(draw()) for _ in range(case.tables)] for _ in range(batches)]
+    return [[torch.from_numpy(draw()) for _ in range(case.tables)] for _ in range(times * case.batches)]
 
 
 def popularity(rows: int) -> NDArray[np.float64]:
@@ -74,26 +90,31 @@ def popularity(rows: int) -> NDArray[np.float64]:
     return cumulative
 
 
-def gradients(case: Case, batches: int = POOL) -> list[list[Tensor]]:
+def values(case: Case) -> Iterator[list[Tensor]]:
+    """Of the gradients of POOL batches: (ids or bags, dim) for every table.
+
+    Multiples of 1/64: sums of duplicates are then exact in any order, and results can be compared closely.
+    """
+    generator, count = torch.Generator().manual_seed(0), case.ids // max(1, case.bag)
+    for _ in range(min(case.batches, POOL)):
+        drawn = [torch.randn(count, case.dim, generator=generator) for _ in range(case.tables)]
+        yield [each.mul_(64).round_().div_(64) for each in drawn]
+
+
+def gradients(case: Case) -> list[list[Tensor]]:
     """Uncoalesced, as nn.Embedding(sparse=True) makes them.
 
-    Values are multiples of 1/64: sums of duplicates are then exact in any order, and results can be compared closely.
     Every POOL batches the values come again, with other ids: hundreds of batches would not fit into memory.
     """
-    generator = torch.Generator().manual_seed(0)
-
-    def values() -> Tensor:
-        return torch.randn(case.ids, case.dim, generator=generator).mul_(64).round_().div_(64)
-
-    pool = [[values() for _ in range(case.tables)] for _ in range(min(batches, POOL))]
+    pool = list(values(case))
     return [
         [gradient(case, *pair) for pair in zip(batch, pool[number % POOL], strict=True)]
-        for number, batch in enumerate(batches_of_ids(case, batches))
+        for number, batch in enumerate(batches_of_ids(case))
     ]
 
 
-def gradient(case: Case, ids: Tensor, values: Tensor) -> Tensor:
-    return torch.sparse_coo_tensor(ids.unsqueeze(0), values, (case.rows, case.dim), check_invariants=False)
+def gradient(case: Case, ids: Tensor, rows: Tensor) -> Tensor:
+    return torch.sparse_coo_tensor(ids.unsqueeze(0), rows, (case.rows, case.dim), check_invariants=False)
 
 
 def parameters(case: Case) -> list[nn.Parameter]:

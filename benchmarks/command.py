@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks import report
 from benchmarks.contenders import DisagreementError
 from benchmarks.deferred import DeferredSuite
 from benchmarks.distributed import DistributedSuite
-from benchmarks.machine import machine
 from benchmarks.memory import MemorySuite
 from benchmarks.peers.environments import MissingError
 from benchmarks.peers.suite import PeersSuite
@@ -25,7 +26,7 @@ from benchmarks.quality import QualitySuite
 from benchmarks.quality.interactions import DataError
 from benchmarks.quality.lazy import LazySuite
 from benchmarks.sparse import SparseSuite
-from benchmarks.suite import Suite
+from benchmarks.suite import Suite, table_of_bars
 from rowstep.cli import extras
 from rowstep.cli.extras import positive
 from tests.helpers.ranks import RankError
@@ -53,7 +54,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         console, figure = extras.console(), extras.figure(10, 7)
     except extras.MissingExtraError as error:
         return _fail(1, str(error))
-    return _run_suite(arguments, console, figure)
+    kind = SUITES[arguments.suite]
+    if arguments.threads and kind.own_threads:
+        return _fail(2, f"{arguments.suite} {kind.own_threads} and takes no --threads")
+    threads = arguments.threads or sorted({1, torch.get_num_threads()})
+    repeats = arguments.repeats or (kind.quick_repeats if arguments.quick else kind.usual_repeats)
+    suite = kind(quick=arguments.quick, threads=threads, repeats=repeats, data=arguments.data)
+    try:
+        return _run_parts(suite, arguments, console, figure)
+    finally:
+        suite.close()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,18 +79,11 @@ def _parser() -> argparse.ArgumentParser:
         help="SparseAdam (default), DeferredAdam, sharded tables, kinds of state, other packages, what models learn "
         "with less state, or what they learn if only rows with a gradient move",
     )
-    parser.add_argument("--only", nargs="+", metavar="PART", help="parts of the suite, such as zipf-1m, loop or flush")
-    parser.add_argument(
-        "--threads",
-        nargs="+",
-        type=positive,
-        help="thread counts (default: one, and all cores; not for distributed, quality, lazy)",
-    )
-    parser.add_argument(
-        "--repeats",
-        type=positive,
-        help="rounds of a measurement, at least (default: 25, quick: 5); of quality and lazy: seeds",
-    )
+    parser.add_argument("--only", nargs="+", metavar="PART", help="parts of the suite, such as zipf-1m or flush")
+    threads = "thread counts (default: one, and all cores; not for distributed, quality, lazy)"
+    parser.add_argument("--threads", nargs="+", type=positive, help=threads)
+    repeats = "rounds of a measurement, at least (default: 25, quick: 5); of quality and lazy: seeds"
+    parser.add_argument("--repeats", type=positive, help=repeats)
     parser.add_argument("--quick", action="store_true", help="small tables: to see that it works, not what it costs")
     parser.add_argument("--data", type=Path, help="RecBole's wheel, for quality and lazy (default: pip downloads it)")
     parser.add_argument("--out", type=Path, default=Path("out"), help="where JSON and plot go (default: out)")
@@ -90,19 +93,6 @@ def _parser() -> argparse.ArgumentParser:
 def _fail(code: int, message: str) -> int:
     print(f"benchmarks: {message}", file=sys.stderr)
     return code
-
-
-def _run_suite(arguments: argparse.Namespace, console: Console, figure: Figure) -> int:
-    threads = arguments.threads or sorted({1, torch.get_num_threads()})
-    kind = SUITES[arguments.suite]
-    repeats = arguments.repeats or (kind.quick_repeats if arguments.quick else kind.usual_repeats)
-    if arguments.threads and kind.own_threads:
-        return _fail(2, f"{arguments.suite} {kind.own_threads} and takes no --threads")
-    suite = kind(quick=arguments.quick, threads=threads, repeats=repeats, data=arguments.data)
-    try:
-        return _run_parts(suite, arguments, console, figure)
-    finally:
-        suite.close()
 
 
 def _run_parts(suite: Suite, arguments: argparse.Namespace, console: Console, figure: Figure) -> int:
@@ -123,17 +113,23 @@ def _run_parts(suite: Suite, arguments: argparse.Namespace, console: Console, fi
 
 
 def _write(suite: Suite, arguments: argparse.Namespace, console: Console, figure: Figure) -> None:
-    # The bars are set for the full sizes.
-    reached = [] if suite.quick else list(suite.bars())
-    suite.show(console)
-    report.show_bars(console, reached, suite.measurements)
+    bars = [] if suite.quick else suite.bars
+    for table in suite.tables():
+        console.print(table if isinstance(table, str) else table.table(), soft_wrap=isinstance(table, str))
+    if bars:
+        console.print(table_of_bars(bars).table())
+    if disturbed := [measured.others for measured in suite.measurements if measured.disturbed]:
+        console.print(
+            f"[red]* Other work took up to {max(disturbed):.0%} of the machine during {len(disturbed)} of "
+            f"{len(suite.measurements)} measurements: measure these again.[/red]"
+        )
     document = {
         "command": shlex.join(["python", "-m", "benchmarks", *arguments.given]),
         "quick": suite.quick,
         "machine": machine(),
         "measurements": [measured.as_json() for measured in suite.measurements],
-        **suite.findings(),
-        "bars": [asdict(bar) | {"met": bar.met} for bar in reached],
+        **suite.findings,
+        "bars": [asdict(bar) | {"met": bar.met} for bar in bars],
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
     written = [arguments.out / f"{suite.file}.json"]
@@ -141,5 +137,25 @@ def _write(suite: Suite, arguments: argparse.Namespace, console: Console, figure
     if suite.draw(figure):
         written.append(arguments.out / f"{suite.file}.png")
         figure.savefig(written[-1])
-    written += suite.write(arguments.out, document)
     console.print("Written:", *written, soft_wrap=True)
+
+
+def machine() -> dict[str, Any]:
+    """Which machine and which versions a run was measured with."""
+    return {
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "backend": os.environ.get("ROWSTEP_BACKEND", "default"),
+        **{package: version(package) for package in ("rowstep", "torch", "numba", "numpy")},
+    }
+
+
+def _cpu() -> str:
+    """Linux keeps the processor's name apart; elsewhere Python knows it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

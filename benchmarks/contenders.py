@@ -25,12 +25,21 @@ def give(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor]) -> None:
         parameter.grad = gradient
 
 
+def state_bytes(optimizer: torch.optim.Optimizer) -> float:
+    """Per weight, of all tensors that the optimizer keeps."""
+    kept = sum(value.nbytes for state in optimizer.state.values() for value in _tensors(state))
+    return kept / sum(parameter.numel() for parameter in weights(optimizer))
+
+
 def touch_state(optimizer: torch.optim.Optimizer) -> None:
     """Write to all moments: zeroed pages take memory, and time, only when first written."""
     for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor):
-                value.add_(0)
+        for value in _tensors(state):
+            value.add_(0)
+
+
+def _tensors(state: dict[str, object]) -> list[Tensor]:
+    return [value for value in state.values() if isinstance(value, Tensor)]
 
 
 def check_agreement(name: str, ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> None:
@@ -51,5 +60,5 @@ def check_close(what: str, ours: Tensor, theirs: Tensor, at_a_time: int = 1_000_
             )
 
 
-def stepper(name: str, optimizer: torch.optim.Optimizer, pool: list[list[Tensor]]) -> Contender:
+def stepper(name: str, optimizer: torch.optim.Optimizer, pool: Sequence[Sequence[Tensor]]) -> Contender:
     return Contender(name, lambda number: give(optimizer, pool[number % len(pool)]), optimizer.step)

@@ -1,4 +1,4 @@
-"""What every suite has: parts that can be run on their own, bars, tables and a picture."""
+"""What every suite has: parts that can be run on their own, what they measured, and bars that it is to reach."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from benchmarks.bars import Bar
+from benchmarks.report import Grid, threads
 from benchmarks.timing import Measurement
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from rich.console import Console
 
 
 @dataclass(frozen=True)
@@ -22,6 +21,22 @@ class Part:
 
     name: str
     run: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What rowstep is to reach, and whether this run reached it."""
+
+    measure: str
+    limit: float
+    reached: float
+    unit: str = ""
+    at_least: bool = False
+    disturbed: bool = False  # other work took part of the machine: neither met nor missed
+
+    @property
+    def met(self) -> bool:
+        return self.reached >= self.limit if self.at_least else self.reached <= self.limit
 
 
 class Suite(abc.ABC):
@@ -35,33 +50,46 @@ class Suite(abc.ABC):
     def __init__(self, *, quick: bool, threads: Sequence[int], repeats: int, data: Path | None = None) -> None:
         self.quick, self.threads, self.repeats, self.data = quick, threads, repeats, data
         self.measurements: list[Measurement] = []
+        self.findings: dict[str, Any] = {}  # for the JSON file: what was found besides the measurements
+        self.bars: list[Bar] = []  # they are set for the full sizes; a quick run does not report them
 
     @abc.abstractmethod
     def parts(self) -> Iterator[Part]:
         """In the order in which they run."""
 
     @abc.abstractmethod
-    def bars(self) -> Iterator[Bar]:
-        """What was to be reached, of what was measured."""
+    def tables(self) -> Iterator[Grid | str]:
+        """What was measured."""
 
-    @abc.abstractmethod
-    def show(self, console: Console) -> None:
-        """Print what was measured."""
-
-    @abc.abstractmethod
     def draw(self, figure: Figure) -> bool:
         """Draw what was measured; False if there is nothing to draw."""
-
-    @abc.abstractmethod
-    def findings(self) -> dict[str, Any]:
-        """For the JSON file: what was found besides the measurements."""
-
-    def write(self, _folder: Path, _document: dict[str, Any]) -> list[Path]:
-        """Write more than the JSON file, which holds the document, and the picture; say which files."""
-        return []
+        return False
 
     def close(self) -> None:  # noqa: B027  # most suites start nothing
         """End what the suite has started."""
 
     def of_kind(self, *kinds: str) -> list[Measurement]:
         return [measured for measured in self.measurements if measured.kind in kinds]
+
+    def expect_faster(self, what: str, measured: Measurement, ours: str, theirs: str, at_least: float) -> None:
+        """`ours` is to be so many times faster; nothing if one of them did not take part."""
+        self._expect(what, measured, (theirs, ours), at_least, is_least=True)
+
+    def expect_at_most(self, what: str, measured: Measurement, ours: str, theirs: str, at_most: float) -> None:
+        """`ours` may take so many times as long; nothing if one of them did not take part."""
+        self._expect(what, measured, (ours, theirs), at_most, is_least=False)
+
+    def _expect(self, what: str, measured: Measurement, pair: tuple[str, str], limit: float, *, is_least: bool) -> None:
+        if (ratio := measured.ratio(*pair)) is not None:
+            where = f"{measured.about}, {threads(measured.threads)}"
+            self.bars.append(Bar(f"{what}: {where}", limit, ratio, "x", is_least, measured.disturbed))
+
+
+def table_of_bars(bars: Sequence[Bar]) -> Grid:
+    def line(bar: Bar) -> list[str]:
+        limit = f"{'at least' if bar.at_least else 'at most'} {bar.limit:g}{bar.unit}"
+        figure = f"{bar.reached:.2f}" if bar.reached >= 0.01 else f"{bar.reached:.1e}" if bar.reached else "0"
+        verdict = "disturbed" if bar.disturbed else "[green]yes[/green]" if bar.met else "[red]no[/red]"
+        return [bar.measure, limit, figure + bar.unit, verdict]
+
+    return Grid("Bars", ["measure", "bar", "reached", ""], [line(bar) for bar in bars])

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.load import BUSY, watch
-
 # Short steps are repeated more often than asked for: up to MORE times as often, until this much time has passed.
 SECONDS_PER_REPEAT = 0.04
 MORE = 10
+
+BUSY = 0.1  # share of the machine; a second core that is busy for a tenth of the time already shows in two-thread times
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,16 @@ class Contender:
     prepare: Callable[[int], None]  # untimed; is given the number of the round
     run: Callable[[], object]  # timed
     at_most: int | None = None  # rounds, for those too slow to take part in all
+
+    def warm_up(self, rounds: int = 1) -> None:
+        for number in range(rounds):
+            self.time(number)
+
+    def time(self, number: int) -> float:
+        self.prepare(number)
+        start = time.perf_counter()
+        self.run()
+        return time.perf_counter() - start
 
 
 @dataclass(frozen=True)
@@ -44,13 +56,13 @@ class Timing:
 class Measurement:
     """One round-robin: what was timed, on how many threads, and who was left out and why."""
 
-    kind: str  # step, scaling, loop, dense, flush or share
+    kind: str  # such as step, loop or flush: what a table has lines of
     name: str
     about: str
     threads: int
-    timings: dict[str, Timing]
-    left_out: dict[str, str]
-    others: float  # share of the machine that other work took meanwhile
+    timings: Mapping[str, Timing]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    others: float = 0.0  # share of the machine that other work took meanwhile
 
     @property
     def disturbed(self) -> bool:
@@ -76,20 +88,19 @@ class Measurement:
             "share_of_machine_taken_by_others": self.others,
         }
 
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> Measurement:
+        timings = {name: Timing(tuple(seconds["all"])) for name, seconds in given["seconds"].items()}
+        about = {key: given[key] for key in ("kind", "name", "about", "threads", "left_out")}
+        return cls(**about, timings=timings, others=given["share_of_machine_taken_by_others"])
 
-def measure(
-    kind: str,
-    name: str,
-    about: str,
-    contenders: Sequence[Contender],
-    repeats: int,
-    left_out: dict[str, str] | None = None,
-) -> Measurement:
+
+def measure(kind: str, name: str, about: str, contenders: Sequence[Contender], repeats: int) -> Measurement:
     for contender in contenders:
-        warm_up(contender, 1)
+        contender.warm_up()
     with watch() as load:
         timings = _take_turns(contenders, repeats)
-    return Measurement(kind, name, about, torch.get_num_threads(), timings, left_out or {}, load.others)
+    return Measurement(kind, name, about, torch.get_num_threads(), timings, {}, load.others)
 
 
 def _take_turns(contenders: Sequence[Contender], repeats: int) -> dict[str, Timing]:
@@ -101,21 +112,8 @@ def _take_turns(contenders: Sequence[Contender], repeats: int) -> dict[str, Timi
                 break
             for contender in contenders:
                 if contender.at_most is None or number < contender.at_most:
-                    seconds[contender.name].append(_time(contender, number))
+                    seconds[contender.name].append(contender.time(number))
     return {name: Timing(tuple(samples)) for name, samples in seconds.items()}
-
-
-def _time(contender: Contender, number: int) -> float:
-    contender.prepare(number)
-    start = time.perf_counter()
-    contender.run()
-    return time.perf_counter() - start
-
-
-def warm_up(contender: Contender, rounds: int) -> None:
-    for number in range(rounds):
-        contender.prepare(number)
-        contender.run()
 
 
 def nothing(_number: int) -> None:
@@ -140,3 +138,44 @@ def no_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+class Load:
+    """How much of the machine other work took: a busy neighbour makes times worthless. 0 until the watch ends."""
+
+    others: float = 0.0
+
+
+@contextmanager
+def watch(helpers: Iterable[int] = ()) -> Iterator[Load]:
+    """``helpers`` are processes whose work belongs to the measurement."""
+    load, helpers = Load(), tuple(helpers)
+    start, busy, own = time.perf_counter(), _busy_seconds(), _own_seconds(helpers)
+    yield load
+    if busy is not None and (now := _busy_seconds()) is not None:  # None: the system does not tell
+        others = (now - busy) - (_own_seconds(helpers) - own)
+        load.others = max(0.0, others / (time.perf_counter() - start) / (os.cpu_count() or 1))
+
+
+def _own_seconds(helpers: Iterable[int]) -> float:
+    """Of this process, of the children it has waited for, and of the helpers."""
+    return sum(os.times()[:4]) + sum(map(_seconds_of, helpers))
+
+
+def _seconds_of(process: int) -> float:
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return 0.0
+    user, system = stat.rpartition(")")[2].split()[11:13]  # the name before that, in brackets, may hold anything
+    return float(int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _busy_seconds() -> float | None:
+    """Seconds that all cores together have worked since boot, time stolen by other virtual machines included."""
+    try:
+        stat = Path("/proc/stat").read_text()
+        user, nice, system, _idle, _wait, *rest = map(int, stat.split("\n", 1)[0].split()[1:9])
+    except (OSError, ValueError):
+        return None
+    return float(user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")

@@ -2,95 +2,246 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.bars import Bar
-from benchmarks.deferred import accuracy, bars, factorisation, measures, plot, report
-from benchmarks.deferred.sizes import FULL, QUICK, Sizes
+import torch
+from torch import Tensor
+
+from benchmarks import cases
+from benchmarks.cases import LONG, TINY_ZIPF, ZIPF, Case, short
+from benchmarks.contenders import ADAM, TORCH, check_agreement, check_close, give, stepper, touch_state, weights
+from benchmarks.deferred import factorisation
+from benchmarks.report import Grid, threads, times
 from benchmarks.suite import Part, Suite
-from benchmarks.timing import Measurement
+from benchmarks.timing import Contender, Measurement, measure, nothing
+from benchmarks.timing import threads as use_threads
+from rowstep import DeferredAdam, SparseAdam
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from rich.console import Console
+
+DEFERRED, SPARSE, MADE_DENSE = "DeferredAdam", "rowstep SparseAdam", "torch Adam (dense) with gradient"
+
+DENSE_ROUNDS = 3  # a dense step over 10 million rows takes a second, and hardly varies
+FLUSHES = 8
+STEPS_BETWEEN_FLUSHES = 20
+
+OVER_SPARSE_ADAM = 2.5
+VERSUS_TORCH = 3
+VERSUS_DENSE = 30
+FLUSH_OVER_DENSE_STEP = 3
+
+TITLE = "One step and the catch-up before it, when all batches have come once"
+
+
+class Sizes(NamedTuple):
+    """DeferredAdam is warmed up for as many steps as a case has batches: six in turn would let no row wait longer."""
+
+    sparse: Case  # against sparse optimizers
+    dense: Case  # against dense Adam
+    flush: Case
+    shares: tuple[Case, ...]  # more and more of the rows are touched
+    problem: factorisation.Problem
+
+
+def share_of(rows: int, dim: int, share: float, batches: int) -> Case:
+    """Uniform ids that name so much of the table."""
+    return Case(f"{share:.0%}-of-{short(rows)}", rows, dim, round(-math.log(1 - share) * rows), batches=batches)
+
+
+FULL = Sizes(
+    # With a Zipf batch of 65,536 ids, the rarest of a million rows comes every 220 steps.
+    sparse=replace(ZIPF, batches=300),
+    # A row of 10 million comes every 610 steps, by when its momentum has long ceased to act.
+    dense=replace(LONG, batches=600),
+    flush=replace(ZIPF, batches=100),
+    shares=tuple(share_of(250_000, 64, share, 60) for share in (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)),
+    problem=factorisation.Problem(users=3_000, items=3_000, dim=8, batch=512, steps=3_000),
+)
+QUICK = Sizes(
+    sparse=replace(TINY_ZIPF, batches=30),
+    dense=Case("uniform-50k", 50_000, 8, 512, batches=30),
+    flush=replace(TINY_ZIPF, batches=30),
+    shares=tuple(share_of(10_000, 8, share, 10) for share in (0.05, 0.3)),
+    problem=factorisation.Problem(users=300, items=300, dim=4, batch=64, steps=200),
+)
 
 
 class DeferredSuite(Suite):
     file = "deferred"
 
-    accuracy: accuracy.Accuracy | None = None
     curves: factorisation.Curves | None = None
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.shares: list[tuple[float, Measurement]] = []
 
     @property
     def sizes(self) -> Sizes:
         return QUICK if self.quick else FULL
 
     def parts(self) -> Iterator[Part]:
-        sizes = self.sizes
-        yield Part("accuracy", self._check)
         yield Part("curves", self._curves)
-        yield self._timed(sizes.sparse.case.name, lambda: measures.against_sparse(sizes.sparse, *self._how))
-        yield self._timed(sizes.dense.case.name, lambda: measures.against_dense(sizes.dense, *self._how))
-        yield self._timed("flush", lambda: measures.flush(sizes.flush, *self._how))
-        yield self._timed("shares", self._shares)
-
-    def _timed(self, name: str, measure: Callable[[], Iterator[Measurement]]) -> Part:
-        def run() -> None:
-            self._check()
-            self.measurements += measure()
-
-        return Part(name, run)
-
-    def _check(self) -> None:
-        if self.accuracy is None:
-            sizes = self.sizes
-            self.accuracy = accuracy.compare(sizes.accuracy.case, sizes.accuracy.batches, sizes.accuracy_steps)
-        self.accuracy.check()
+        yield Part(self.sizes.sparse.name, self._against_sparse)
+        yield Part(self.sizes.dense.name, self._against_dense)
+        yield Part("flush", self._flush)
+        yield Part("shares", self._shares)
 
     def _curves(self) -> None:
         self.curves = factorisation.learn(self.sizes.problem)
+        self.findings["curves"] = asdict(self.curves)
 
-    def _shares(self) -> Iterator[Measurement]:
-        for share, measured in measures.shares(self.sizes.shares, *self._how):
-            self.shares.append((share, measured))
-            yield measured
+    def _measure(
+        self, kind: str, case: Case, about: str, lineup: list[Contender], repeats: int
+    ) -> Iterator[Measurement]:
+        for count in self.threads:
+            with use_threads(count):
+                self.measurements.append(measure(kind, case.name, about, lineup, repeats))
+            yield self.measurements[-1]
 
-    @property
-    def _how(self) -> tuple[Sequence[int], int]:
-        return self.threads, self.repeats
+    def _against_sparse(self) -> None:
+        case = self.sizes.sparse
+        optimizer, _, pool = agreeing_pair(case)
+        lineup = [deferred_stepper(optimizer, pool)]
+        lineup[0].warm_up(case.batches)
+        # How long a row has waited is nothing to these two: they are spared the hundreds of steps.
+        pair = SparseAdam(cases.parameters(case)), torch.optim.SparseAdam(cases.parameters(case))
+        for name, each in zip((SPARSE, TORCH), pair, strict=True):
+            lineup.append(stepper(name, each, pool))
+            lineup[-1].warm_up()
+            touch_state(each)
+        check_agreement(case.name, *pair)
+        for measured in self._measure("step", case, case.about, lineup, self.repeats):
+            if measured.threads == 1:
+                what = "step and catch-up"
+                self.expect_at_most(f"{what} over SparseAdam", measured, DEFERRED, SPARSE, OVER_SPARSE_ADAM)
+                self.expect_faster(f"{what} vs torch SparseAdam", measured, DEFERRED, TORCH, VERSUS_TORCH)
 
-    def bars(self) -> Iterator[Bar]:
-        if self.accuracy:
-            yield from bars.accurate(self.accuracy)
-        for measured in self.measurements:
-            yield from bars.timed(measured)
+    def _against_dense(self) -> None:
+        case = self.sizes.dense
+        lineup = beside_dense(case, min(self.repeats, DENSE_ROUNDS))
+        for measured in self._measure("step", case, case.about, lineup, self.repeats):
+            self.expect_faster("step and catch-up vs dense Adam", measured, DEFERRED, MADE_DENSE, VERSUS_DENSE)
 
-    def show(self, console: Console) -> None:
-        for table in report.steps(self.of_kind("step", "share")):
-            console.print(table)
-        if self.shares:
-            console.print(*map(report.break_even, measures.break_evens(self.shares)), sep="\n")
+    def _shares(self) -> None:
+        points: list[tuple[float, Measurement]] = []
+        for case in self.sizes.shares:
+            lineup = beside_dense(case, self.repeats)
+            about = f"{case.size}, {case.share_touched:.0%} of the rows"
+            points += [(case.share_touched, each) for each in self._measure("share", case, about, lineup, self.repeats)]
+        self.findings["break_even"] = break_evens(points)
+
+    def _flush(self) -> None:
+        """Every row is stale, and has waited for up to STEPS_BETWEEN_FLUSHES steps and one."""
+        case = self.sizes.flush
+        ours, theirs, pool = agreeing_pair(case)
+        steps = deferred_stepper(ours, pool)
+        steps.warm_up(case.batches)
+        no_row = [cases.gradient(case, torch.empty(0, dtype=torch.int64), torch.empty(0, case.dim))]
+
+        def let_wait(_number: int) -> None:
+            steps.warm_up(STEPS_BETWEEN_FLUSHES)
+            give(ours, no_row)
+            ours.step()
+
+        lineup = [Contender(DEFERRED, let_wait, ours.flush), Contender(ADAM, nothing, theirs.step)]
+        for measured in self._measure("flush", case, case.size, lineup, min(self.repeats, FLUSHES)):
+            self.expect_at_most("flush over a dense step", measured, DEFERRED, ADAM, FLUSH_OVER_DENSE_STEP)
+
+    def tables(self) -> Iterator[Grid | str]:
+        measured = self.of_kind("step", "share")
+        if sparse := [each for each in measured if TORCH in each.timings]:
+            ratios = {"Deferred/\nSparse": (DEFERRED, SPARSE), "torch Sparse/\nDeferred": (TORCH, DEFERRED)}
+            yield times(TITLE, sparse, (DEFERRED, SPARSE, TORCH), ratios)
+        if dense := [each for each in measured if ADAM in each.timings]:
+            ratios = {"Adam/\nDeferred": (ADAM, DEFERRED), "with gradient/\nDeferred": (MADE_DENSE, DEFERRED)}
+            yield times(TITLE, dense, (DEFERRED, ADAM, MADE_DENSE), ratios)
+        for found in self.findings.get("break_even", ()):
+            share = found["share"]
+            where = "at no share measured" if share is None else f"with {share:.0%} of the rows touched"
+            yield f"{threads(found['threads'])}: DeferredAdam takes as long as {found['opponent']} {where}."
         if flushes := self.of_kind("flush"):
-            console.print(report.flushes(flushes))
-        if self.accuracy:
-            console.print(report.accuracy(self.accuracy))
+            ratio = {"flush/\nAdam": (DEFERRED, ADAM)}
+            yield times("Flush of all rows, and a dense step", flushes, (DEFERRED, ADAM), ratio)
         if self.curves:
-            console.print(report.curves(self.curves))
+            yield self.curves.sentence
 
     def draw(self, figure: Figure) -> bool:
         if self.curves:
-            plot.draw_curves(figure, self.curves)
+            factorisation.draw(figure, self.curves)
         return self.curves is not None
 
-    def findings(self) -> dict[str, Any]:
-        return {
-            "accuracy": asdict(self.accuracy) if self.accuracy else None,
-            "break_even": [asdict(found) for found in measures.break_evens(self.shares)],
-            "curves": asdict(self.curves) if self.curves else None,
-        }
+
+def break_evens(points: Sequence[tuple[float, Measurement]]) -> list[dict[str, Any]]:
+    """The share of rows touched at which DeferredAdam takes as long as another; None if none measured is."""
+    return [
+        {"threads": count, "opponent": opponent, "share": _where_equal(points, count, opponent)}
+        for count in sorted({measured.threads for _, measured in points})
+        for opponent in (ADAM, MADE_DENSE)
+    ]
+
+
+def _where_equal(points: Sequence[tuple[float, Measurement]], count: int, opponent: str) -> float | None:
+    ratios = [(share, each.ratio(DEFERRED, opponent) or math.nan) for share, each in points if each.threads == count]
+    for (low, below), (high, above) in itertools.pairwise(ratios):
+        if below <= 1 < above:
+            return low + (high - low) * math.log(below) / math.log(below / above)
+    return None
+
+
+def deferred_stepper(optimizer: DeferredAdam, pool: Sequence[list[Tensor]]) -> Contender:
+    """A step as training has it: rows are brought up to date before they are read, then stepped."""
+    # Not by the number of the round: the next thread count goes on where this one ended, so that rows have waited.
+    turn = itertools.cycle(pool)
+    tables = weights(optimizer)
+    ids: list[Tensor] = []
+
+    def prepare(_number: int) -> None:
+        gradients = next(turn)
+        give(optimizer, gradients)
+        ids[:] = (gradient._indices()[0] for gradient in gradients)
+
+    def run() -> None:
+        for table, rows in zip(tables, ids, strict=True):
+            optimizer.catch_up(table, rows)
+        optimizer.step()
+
+    return Contender(DEFERRED, prepare, run)
+
+
+def beside_dense(case: Case, dense_rounds: int) -> list[Contender]:
+    """DeferredAdam; dense Adam and the making of its gradient, as the backward pass does; and dense Adam alone."""
+    ours, theirs, pool = agreeing_pair(case)
+    steps = deferred_stepper(ours, pool)
+    steps.warm_up(case.batches)
+    (table,) = weights(theirs)
+    gradient = pool[0][0]
+
+    def prepare(number: int) -> None:
+        nonlocal gradient
+        gradient = pool[number % len(pool)][0]
+        table.grad = None
+
+    def run() -> None:
+        table.grad = gradient.to_dense()
+        theirs.step()
+
+    # The last one finds the gradient that the one before it has made.
+    made, alone = Contender(MADE_DENSE, prepare, run, dense_rounds), Contender(ADAM, nothing, theirs.step, dense_rounds)
+    return [steps, made, alone]
+
+
+def agreeing_pair(case: Case) -> tuple[DeferredAdam, torch.optim.Adam, list[list[Tensor]]]:
+    """DeferredAdam and dense Adam, which a few steps have led to the same weights, and the gradients."""
+    pool = cases.gradients(case)
+    ours, theirs = DeferredAdam(cases.parameters(case)), torch.optim.Adam(cases.parameters(case), fused=True)
+    steps = deferred_stepper(ours, pool)
+    for gradients in pool[:3]:
+        steps.warm_up()
+        give(theirs, [gradient.to_dense() for gradient in gradients])
+        theirs.step()
+    ours.flush()
+    # The moments may differ in more digits: those of the most frequent rows are small sums of large terms.
+    for p, q in zip(weights(ours), weights(theirs), strict=True):
+        check_close(f"{case.name}: weights", p, q)
+    return ours, theirs, pool

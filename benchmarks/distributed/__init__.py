@@ -1,162 +1,123 @@
-"""The suite `distributed`: tables on several ranks, one or many, against one process and against replicated tables."""
+"""The suite `distributed`: tables on several ranks, against tables that every rank has whole."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
 
-from benchmarks.bars import Bar
-from benchmarks.distributed import (
-    agreement,
-    bars,
-    checkpoints,
-    costs,
-    many,
-    messages,
-    plans,
-    report,
-    timings,
-    together,
-    whole,
-)
-from benchmarks.distributed.sizes import BALANCED_RANKS, FULL, QUICK, WHOLE_STEP_RANKS, Sizes
-from benchmarks.suite import Part, Suite
+from benchmarks.cases import MANY, TINY_MANY, TINY_ZIPF, ZIPF, Case
+from benchmarks.distributed import counts, training
+from benchmarks.distributed.training import OUR_DDP, SHARDED, TORCH_DDP, WAYS
+from benchmarks.report import Grid, times
+from benchmarks.suite import Bar, Part, Suite
 from tests.helpers.ranks import Ranks
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from rich.console import Console
-
 TIMEOUT = 300.0  # seconds: checking, warming up and timing the largest case takes a minute
+
+BALANCED_RANKS = 8  # only simulated
+OVER_MEAN_LOAD = 1.1
+COLLECTIVES = 6  # per step, for any number of tables
+FORMULA_OFF = 2  # percent
+MANY_TABLES = 5  # times faster than whole tables on every rank under torch's DDP
+
+ONE_THREAD = "One torch thread per rank, all ranks on this machine. The batch is divided among them."
+RATIOS = {"torch DDP/\nsharded": (TORCH_DDP, SHARDED), "torch DDP/\nrowstep ddp": (TORCH_DDP, OUR_DDP)}
+
+
+class Sizes(NamedTuple):
+    balance: Case  # ids are those of one rank
+    balance_steps: int
+    messages: tuple[tuple[int, int], ...]  # ranks and tables
+    messages_steps: int
+    timed: tuple[tuple[str, Case, int], ...]  # the part, a case whose ids are those of all ranks together, and ranks
+
+
+# DeferredAdam is warmed up for as many steps as there are batches, so that rows have waited: the rarest comes every 220
+# steps.
+_TIMED, _TABLES = replace(ZIPF, batches=300), replace(MANY, batches=50)
+FULL = Sizes(
+    balance=Case("balance", 1_000_000, 64, 8_192, zipf=True),
+    balance_steps=50,
+    messages=tuple((ranks, tables) for ranks in (2, 4) for tables in (1, 26, 200)),
+    messages_steps=3,
+    timed=(("ranks-1", _TIMED, 1), ("ranks-2", _TIMED, 2), ("tables-2", _TABLES, 2)),
+)
+QUICK = Sizes(
+    balance=Case("balance", 10_000, 8, 512, zipf=True),
+    balance_steps=2,
+    messages=((2, 1), (2, 5)),
+    messages_steps=1,
+    timed=(("ranks-1", TINY_ZIPF, 1), ("ranks-2", TINY_ZIPF, 2), ("tables-2", TINY_MANY, 2)),
+)
 
 
 class DistributedSuite(Suite):
     file = "distributed"
     own_threads = "has one thread per rank"
 
-    balance: costs.Balance | None = None
-
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.ranks = Ranks(timeout=TIMEOUT)
-        self.agreements: list[agreement.Agreement] = []
-        self.costs: list[costs.Cost] = []
-        self.resharding: list[checkpoints.Resharding] = []
-        self.breakdowns: list[timings.Breakdown] = []
-        self.together: list[agreement.Agreement] = []
-        self.messages: list[messages.Messages] = []
-        self.plans: list[plans.Planned] = []
-
-    @property
-    def sizes(self) -> Sizes:
-        return QUICK if self.quick else FULL
+        self.sizes = QUICK if self.quick else FULL
 
     def parts(self) -> Iterator[Part]:
-        yield Part("agreement", self._agree)
-        yield Part("costs", self._count)
-        yield Part("checkpoints", self._reshard)
         yield Part("balance", self._balance)
-        for count in self.sizes.timed_counts:
-            yield Part(f"ranks-{count}", functools.partial(self._time, count))
-        yield Part("together", self._agree_together)
-        yield Part("messages", self._count_messages)
-        yield Part("plans", self._plan)
-        for count in self.sizes.tables_counts:
-            yield Part(f"tables-{count}", functools.partial(self._time_lookups, count))
-        yield Part(f"whole-step-{WHOLE_STEP_RANKS}", self._time_whole_step)
-
-    def _agree(self) -> None:
-        sizes = self.sizes
-        self.agreements += agreement.compare(self.ranks, sizes.counts, sizes.agreement, sizes.agreement_steps)
-
-    def _count(self) -> None:
-        sizes = self.sizes
-        self.costs += costs.count(self.ranks, sizes.counts, sizes.traffic, sizes.traffic_steps)
-
-    def _reshard(self) -> None:
-        sizes = self.sizes
-        self.resharding += checkpoints.reshard(self.ranks, sizes.saved_by, sizes.loaded_by, sizes.agreement)
+        yield Part("messages", self._messages)
+        for name, case, count in self.sizes.timed:
+            yield Part(name, functools.partial(self._time, case, count))
 
     def _balance(self) -> None:
-        self.balance = costs.balance(self.sizes.balance, BALANCED_RANKS, self.sizes.balance_steps)
+        found = counts.balance(self.sizes.balance, BALANCED_RANKS, self.sizes.balance_steps)
+        self.findings["balance"] = asdict(found)
+        what = f"busiest of {BALANCED_RANKS} ranks over the mean: {found.about}"
+        self.bars.append(Bar(what, OVER_MEAN_LOAD, found.spread, "x"))
 
-    def _time(self, count: int) -> None:
-        sizes = self.sizes
-        measured, stages = timings.steps(self.ranks, count, sizes.timed, sizes.timed_batches, self.repeats)
+    def _messages(self) -> None:
+        found = [counts.messages(self.ranks, *size, self.sizes.messages_steps) for size in self.sizes.messages]
+        self.findings["messages"] = [asdict(one) | {"off": one.off} for one in found]
+        for one in found:
+            what = f"collectives per step: {one.tables} table{'s' * (one.tables > 1)}, {one.ranks} ranks"
+            self.bars.append(Bar(what, COLLECTIVES, one.collectives))
+        what = f"bytes sent by a rank, off the formula: {found[-1].tables} tables, {found[-1].ranks} ranks"
+        self.bars.append(Bar(what, FORMULA_OFF, found[-1].off, "%"))
+
+    def _time(self, case: Case, count: int) -> None:
+        measured, stages = training.steps(self.ranks, count, case, self.repeats)
         self.measurements.append(measured)
-        self.breakdowns += stages
+        self.findings.setdefault("stages_ms", []).extend(stages)
+        if case.tables > 1:
+            self.expect_faster("step of many tables vs torch DDP", measured, SHARDED, TORCH_DDP, MANY_TABLES)
 
-    def _agree_together(self) -> None:
-        self.together += together.compare(self.ranks, self.sizes.counts, self.sizes.together_steps)
+    def tables(self) -> Iterator[Grid | str]:
+        if found := self.findings.get("balance"):
+            yield (
+                f"{found['about']}: the busiest of {BALANCED_RANKS} ranks has {found['spread']:.3f} times the mean "
+                f"load; with blocks of ids it would have {found['blocks']:.1f} times as much."
+            )
+        if messages := self.findings.get("messages"):
+            headings = ["tables", "ranks", "collectives\nper step", "MB sent\nper step", "formula", "off"]
+            lines = [
+                [str(one["tables"]), str(one["ranks"]), f"{one['collectives']:g}"]
+                + [f"{one[key] / 1e6:.3f}" for key in ("sent", "formula")]
+                + [f"{one['off']:.2f}%"]
+                for one in messages
+            ]
+            yield Grid("Messages of a step of tables that are looked up together", headings, lines, words=0)
+        if self.measurements:
+            yield times("One training step (forward, backward, step)", self.measurements, WAYS, RATIOS)
+            yield ONE_THREAD
+            yield self._stages()
 
-    def _count_messages(self) -> None:
-        sizes = self.sizes
-        self.messages += messages.count(self.ranks, sizes.messages_counts, sizes.messages_tables, sizes.messages_steps)
+    def _stages(self) -> Grid:
+        def cell(stages: dict[str, float], stage: str) -> str:
+            return f"{stages[stage]:.2f} {stages[stage] / sum(stages.values()):4.0%}"
 
-    def _plan(self) -> None:
-        sizes = self.sizes
-        self.plans += plans.simulate(sizes.planned_counts, sizes.planned_tables, sizes.planned_steps)
-
-    def _time_lookups(self, count: int) -> None:
-        self.measurements += many.lookups(self.ranks, count, self.sizes.tables, self.repeats)
-
-    def _time_whole_step(self) -> None:
-        self.measurements.append(whole.steps(self.ranks, WHOLE_STEP_RANKS, self.sizes.tables, self.repeats))
-
-    def bars(self) -> Iterator[Bar]:
-        yield from bars.agreeing(self.agreements)
-        yield from bars.costs(self.costs)
-        yield from bars.resharded(self.resharding)
-        if self.balance:
-            yield from bars.balanced(self.balance)
-        yield from bars.agreeing(self.together)
-        yield from bars.messages(self.messages)
-        yield from bars.planned(self.plans)
-        for measured in self.measurements:
-            yield from bars.timed(measured)
-
-    def show(self, console: Console) -> None:
-        if self.agreements:
-            console.print(report.agreements(self.agreements))
-        if self.costs:
-            console.print(report.costs(self.costs))
-        if self.balance:
-            console.print(report.balance(self.balance))
-        for resharded in self.resharding:
-            console.print(report.resharding(resharded))
-        if self.breakdowns:
-            console.print(report.steps(self.of_kind("step")), report.ONE_THREAD, sep="\n")
-            console.print(report.breakdowns(self.breakdowns))
-        self._show_many(console)
-
-    def _show_many(self, console: Console) -> None:
-        if self.together:
-            console.print(report.agreements(self.together, "optimizer, plan"))
-        if self.messages:
-            console.print(report.messages(self.messages))
-        if self.plans:
-            console.print(report.plans(self.plans))
-        if lookups := self.of_kind(*many.PHASES):
-            console.print(report.lookups(lookups), report.OWN_BATCHES, sep="\n")
-        if steps := self.of_kind("whole step"):
-            console.print(report.whole_steps(steps), report.OWN_BATCHES, sep="\n")
-
-    def draw(self, figure: Figure) -> bool:
-        return False
-
-    def findings(self) -> dict[str, Any]:
-        return {
-            "agreement": [asdict(found) for found in self.agreements],
-            "costs": [asdict(found) for found in self.costs],
-            "balance": asdict(self.balance) if self.balance else None,
-            "checkpoints": [asdict(found) for found in self.resharding],
-            "breakdown_ms": [asdict(found) for found in self.breakdowns],
-            "together": [asdict(found) for found in self.together],
-            "messages": [asdict(found) for found in self.messages],
-            "plans": [asdict(found) for found in self.plans],
-        }
+        found = self.findings["stages_ms"]
+        headings = ["stage", *(f"{one['way'].replace(', ', chr(10))}\n{one['about']}" for one in found)]
+        lines = [[stage, *(cell(one["stages"], stage) for one in found)] for stage in training.STAGES]
+        return Grid("Where the step of a sharded table spends its time: median of each stage in ms", headings, lines)
 
     def close(self) -> None:
         self.ranks.close()

@@ -31,15 +31,19 @@ Number = TypeVar("Number", bound=np.generic)
 State: TypeAlias = Mapping[str, NDArray[np.float32]]
 
 
-def first_move(peer: Peer, gradient: NDArray[np.float32]) -> NDArray[np.float32]:
-    """What the first step does to a row, by its formula; with lr = 0.001 and eps small beside the gradient.
+def first_move(peer: Peer, gradient: NDArray[np.float32], rows: int) -> NDArray[np.float32]:
+    """What the first step does to a table of so many rows, by its formula; ``gradient`` is of the rows that have one.
 
-    Adam divides the gradient by the root of its own square, and Adagrad does no other in its first step. Both rules
-    with one number per row divide by the root of the row's mean square.
+    lr is 0.001, and eps small beside the gradient. Adam divides the gradient by the root of its own square, and Adagrad
+    does no other in its first step. Both rules with one number per row divide by the root of the row's mean square.
+    A factored moment is that mean square times the column's mean over these rows, over the mean of all rows.
     """
-    if peer.rule in (Rule.ROW, Rule.ROW_ADAGRAD):
-        root = np.sqrt(np.square(gradient, dtype=np.float64).mean(1, keepdims=True))
-        moved: NDArray[np.float32] = (-1e-3 * gradient / np.where(root > 0, root, 1)).astype(np.float32)
+    if peer.rule in (Rule.ROW, Rule.ROW_ADAGRAD, Rule.FACTORED):
+        squares = np.square(gradient, dtype=np.float64)
+        moment = squares.mean(1, keepdims=True)
+        if peer.rule is Rule.FACTORED:
+            moment = moment * squares.sum(0) / np.count_nonzero(moment) / (moment.sum() / rows)
+        moved: NDArray[np.float32] = (-1e-3 * gradient / np.sqrt(np.where(moment > 0, moment, 1))).astype(np.float32)
         return moved
     size = 1e-3 * _correction(1 + peer.ahead) / _correction(1)
     signs: NDArray[np.float32] = np.sign(gradient) * np.float32(-size)
@@ -52,45 +56,40 @@ def _correction(step: int) -> float:
 
 @dataclass
 class Agreement:
-    """Checks the contestants of one case, one after the other; the first of each rule is what others are held to."""
+    """Checks the contestants of one case, one after the other; rowstep, the first, is what others are held to."""
 
     data: Data
-    models: dict[tuple[Rule, int], State] = field(default_factory=dict)
+    models: dict[int, State] = field(default_factory=dict)
 
     def check(self, worker: Process) -> None:
         """Take the first steps with it, and compare. Raises DisagreementError."""
         tables = sorted({0, self.data.tables - 1})
         worker.turn(steps=1)
         for table in tables:
-            # The formula of a factored moment needs the whole gradient: rowstep's is the model for Ember's.
-            if worker.peer.rule is Rule.FACTORED:
-                self._check_against_model(worker, table, "one step")
-            else:
-                self._check_first(worker, table)
+            self._check_first(worker, table)
         if worker.peer.rule is Rule.LAZY:
             worker.turn(steps=STEPS - 1)
             for table in tables:
-                self._check_against_model(worker, table, f"{STEPS} steps")
+                self._check_against_model(worker, table)
 
     def _check_first(self, worker: Process, table: int) -> None:
         rows, gradient = self.data.summed(0, table)
-        rows, gradient = sample(rows), sample(gradient)
-        before = self.data.weights_of(rows)
+        rows, move = sample(rows), sample(first_move(worker.peer, gradient, self.data.rows))
         after = worker.state(table, rows)["weights"]
-        compare(worker.peer, "weights after one step", after, before + first_move(worker.peer, gradient))
+        compare(worker.peer, "weights after one step", after, self.data.weights_of(rows) + move)
         others = np.setdiff1d(np.arange(min(self.data.rows, SAMPLE)), self.data.ids[0, table])
         if len(others):
             found = worker.state(table, others)["weights"]
             compare(worker.peer, "rows without a gradient", found, self.data.weights_of(others))
 
-    def _check_against_model(self, worker: Process, table: int, steps: str) -> None:
+    def _check_against_model(self, worker: Process, table: int) -> None:
         rows = sample(np.unique(self.data.ids[:STEPS, table]))
         found = worker.state(table, rows)
-        model = self.models.setdefault((worker.peer.rule, table), found)
+        model = self.models.setdefault(table, found)
         compared = model.keys() & found.keys() - ({"weights"} if worker.peer.ahead else set())
         for name in sorted(compared):
             rtol = RTOL if name == "weights" else RTOL_OF_MOMENTS
-            compare(worker.peer, f"{WORDS[name]} after {steps}", found[name], model[name], rtol)
+            compare(worker.peer, f"{WORDS[name]} after {STEPS} steps", found[name], model[name], rtol)
 
 
 def sample(rows: NDArray[Number]) -> NDArray[Number]:

@@ -43,12 +43,8 @@ class Peer:
         return self.environment.packages if self.environment else ("rowstep", "torch", "numba")
 
 
-ROWSTEP = Peer("rowstep SparseAdam", "rowstep_steps.Rowstep", Rule.LAZY, 12)
+ROWSTEP = Peer("rowstep SparseAdam", "rowstep_steps.Step", Rule.LAZY, 12)
 SPARSE_ADAM = Peer("torch SparseAdam", "torch_steps.SparseAdam", Rule.LAZY, 12)
-FACTORED = Peer(
-    "rowstep, factored", "rowstep_steps.Factored", Rule.FACTORED, 5,
-    remark="DeferredAdam: Ember's result from the rows touched",
-)  # fmt: skip
 STEPS = (
     ROWSTEP,
     SPARSE_ADAM,
@@ -73,11 +69,10 @@ STEPS = (
         "bitsandbytes Adam8bit", "bitsandbytes_steps.Adam8bit", Rule.EIGHT_BITS, 14, BITSANDBYTES,
         remark="on the dense gradient: it refuses sparse ones",
     ),
-    FACTORED,
     Peer("Ember, dense", "torch_steps.Ember", Rule.FACTORED, 16, remark="our few lines in torch, from its formula"),
 )  # fmt: skip
 
-ROWSTEP_LOOP = Peer("EmbeddingBag, rowstep", "rowstep_loops.Rowstep", Rule.LAZY, 12)
+ROWSTEP_LOOP = Peer("EmbeddingBag, rowstep", "rowstep_steps.WholeLoop", Rule.LAZY, 12)
 TORCH_LOOP = Peer("EmbeddingBag, torch SparseAdam", "torch_loops.SparseAdam", Rule.LAZY, 12)
 FBGEMM_LOOP = Peer("FBGEMM, row-wise Adagrad", "fbgemm_loops.RowwiseAdagrad", Rule.ROW_ADAGRAD, 9, FBGEMM)
 ADAGRAD_LOOP = Peer("FBGEMM, Adagrad", "fbgemm_loops.Adagrad", Rule.ADAGRAD, 12, FBGEMM)
@@ -85,7 +80,7 @@ IN_README = (ROWSTEP_LOOP, TORCH_LOOP, FBGEMM_LOOP, ADAGRAD_LOOP)
 LOOPS = (
     *IN_README,
     Peer(
-        "EmbeddingBag, rowstep (row)", "rowstep_loops.OneNumberPerRow", Rule.ROW, 5,
+        "EmbeddingBag, rowstep (row)", "rowstep_steps.OneNumberPerRow", Rule.ROW, 5,
         remark="as much state as row-wise Adagrad",
     ),
 )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,18 +17,34 @@ from torch import Tensor
 
 from benchmarks import cases
 from benchmarks.cases import POOL, Case
-from benchmarks.contenders import ROOFLINE, ROWSTEP, TORCH, check_close, give, stepper, touch_state, weights
-from benchmarks.peers.groups import SHARE, free_bytes
-from benchmarks.peers.sizes import DUPLICATES, IDS, LABELS, ROWS, THREADS, WIDTH, Curve
+from benchmarks.contenders import ROWSTEP, TORCH, check_close, give, stepper, touch_state, weights
+from benchmarks.peers.measures import SHARE, free_bytes
 from benchmarks.sparse import roofline
 from benchmarks.timing import Contender, Measurement, measure, threads
 from rowstep import SparseAdam
 from rowstep._kernels.memory import CACHE_LINE
 
+ROWS, IDS, WIDTH, DUPLICATES, THREADS = "rows", "ids", "width", "duplicates", "threads"
+LABELS = {
+    ROWS: "rows of the table",
+    IDS: "ids of a step",
+    WIDTH: "width of a row",
+    DUPLICATES: "occurrences of each id",
+    THREADS: "threads",
+}
 FIELDS = {ROWS: "rows", IDS: "ids", WIDTH: "dim"}
 
 COLD = 128e6  # bytes that are touched before a batch comes again, or else rows would stay in the cache
 MOST_BATCHES = 150
+
+
+class Curve(NamedTuple):
+    """A case of which one number is varied: rows, ids, width, how often each id occurs, or threads."""
+
+    axis: str
+    label: str
+    case: Case
+    values: Sequence[int]
 
 
 def measured(curve: Curve, counts: Sequence[int], repeats: int) -> Iterator[Measurement]:
@@ -41,7 +57,7 @@ def measured(curve: Curve, counts: Sequence[int], repeats: int) -> Iterator[Meas
         about = f"{curve.label}, {cases.short(value)} {LABELS[curve.axis]}" if value else curve.label
         if (need := 12 * case.weights) > SHARE * free_bytes():
             reason = f"would need {need / 1e9:.1f} GB"
-            yield Measurement(curve.axis, str(value), about, 1, {}, dict.fromkeys((ROWSTEP, TORCH), reason), 0.0)
+            yield Measurement(curve.axis, str(value), about, 1, {}, dict.fromkeys((ROWSTEP, TORCH), reason))
             continue
         point = Point(case, value if curve.axis == DUPLICATES else 0)
         for count in counts:
@@ -54,8 +70,10 @@ class Point:
     """The contenders of one case, which share its table and moments, after one step of each that came out the same."""
 
     def __init__(self, case: Case, occurrences: int) -> None:
-        batches = [] if occurrences else cases.gradients(case, _batches(case))
-        self.gradients = _repeated(case, occurrences) if occurrences else [batch[0] for batch in batches]
+        if occurrences:
+            self.gradients = _repeated(case, occurrences)
+        else:
+            self.gradients = cases.gradients(dataclasses.replace(case, batches=_batches(case)))
         self.ours: torch.optim.Optimizer = SparseAdam(cases.parameters(case))
         (self.table,) = weights(self.ours)
         self.theirs: torch.optim.Optimizer = torch.optim.SparseAdam([self.table])
@@ -65,25 +83,15 @@ class Point:
     def contenders(self, count: int) -> list[Contender]:
         # Nobody comes right after another with the same batch: its rows would still be in the cache.
         ours, theirs, moved = (_beginning_at(third, self.gradients) for third in range(3))
-        state = self.ours.state[self.table]
-        tables = (self.table, state["exp_avg"], state["exp_avg_sq"])
-        traffic = [roofline.traffic(gradient, tables, count) for gradient in moved]
-        batch = traffic[0]
-
-        def prepare(number: int) -> None:
-            nonlocal batch
-            batch = traffic[number % len(traffic)]
-
-        roof = Contender(ROOFLINE, prepare, lambda: batch.move())
         return [
-            stepper(ROWSTEP, self.ours, [[gradient] for gradient in ours]),
-            stepper(TORCH, self.theirs, [[gradient] for gradient in theirs]),
-            roof,
+            stepper(ROWSTEP, self.ours, ours),
+            stepper(TORCH, self.theirs, theirs),
+            roofline.contender(self.ours, moved, count),
         ]
 
     def _check(self, case: Case) -> None:
         """Our step; then the rows are put back, and torch takes its step from there."""
-        gradient = self.gradients[0]
+        (gradient,) = self.gradients[0]
         rows = gradient.coalesce().indices()[0]
         before = self.table.detach()[rows]
         give(self.ours, [gradient])
@@ -104,15 +112,14 @@ def _batches(case: Case) -> int:
     return min(MOST_BATCHES, max(POOL, math.ceil(COLD / touched)))
 
 
-def _beginning_at(third: int, gradients: list[Tensor]) -> list[Tensor]:
+def _beginning_at(third: int, gradients: list[list[Tensor]]) -> list[list[Tensor]]:
     first = third * len(gradients) // 3
     return gradients[first:] + gradients[:first]
 
 
-def _repeated(case: Case, occurrences: int) -> list[Tensor]:
+def _repeated(case: Case, occurrences: int) -> list[list[Tensor]]:
     """Gradients in which every row that occurs at all occurs so many times, in random order."""
     rng = np.random.default_rng(0)
-    values = [batch[0]._values() for batch in cases.gradients(case)]
     drawn = [rng.choice(case.rows, case.ids // occurrences, replace=False) for _ in range(POOL)]
     mixed = [torch.from_numpy(rng.permutation(ids.repeat(occurrences))) for ids in drawn]
-    return [cases.gradient(case, *pair) for pair in zip(mixed, values, strict=True)]
+    return [[cases.gradient(case, ids, each)] for ids, (each,) in zip(mixed, cases.values(case), strict=True)]

@@ -11,16 +11,12 @@ import numpy as np
 
 from benchmarks import cases
 from benchmarks.cases import Case
-from benchmarks.load import watch
 from benchmarks.peers.agreement import Agreement
 from benchmarks.peers.catalogue import Peer
-from benchmarks.peers.crew import Crew
 from benchmarks.peers.data import BLOCK, Data
 from benchmarks.peers.environments import MissingError
-from benchmarks.peers.groups import free_bytes, groups
-from benchmarks.peers.process import Process
-from benchmarks.peers.sizes import Bags
-from benchmarks.timing import Measurement, Timing, no_garbage_collection
+from benchmarks.peers.process import Crew, Process
+from benchmarks.timing import Measurement, Timing, no_garbage_collection, watch
 
 SECONDS_PER_PEER = 4.0  # of a measurement: who is slower than others takes part in fewer rounds
 FEWEST_ROUNDS = 3
@@ -33,29 +29,25 @@ PAUSE = 0.25
 WARM_UP = 0.05
 TIMED_STEPS = 3
 
+# Who is alive at the same time: tables of 10 million rows do not fit for all peers at once.
+SHARE = 0.75  # of the free memory; the rest is for copies while tables are made, and for the system
+WITHOUT_A_WORD = 8e9  # bytes taken for free where the system does not tell
 
-def data_of(case: Case | Bags, threads: int) -> Data:
+
+def data_of(case: Case, threads: int) -> Data:
     """As `benchmarks.cases` draws it for the other suites."""
-    if isinstance(case, Bags):
-        ids, bag, of_gradient = (
-            case.case,
-            case.size,
-            Case(case.name, case.rows, case.dim, case.bags, False, case.tables),
-        )
-    else:
-        ids, bag, of_gradient = case, 0, case
     return Data(
         rows=case.rows,
         dim=case.dim,
-        ids=np.array([[table.numpy() for table in batch] for batch in cases.batches_of_ids(ids)]),
-        values=np.array([[table._values().numpy() for table in batch] for batch in cases.gradients(of_gradient)]),
+        ids=np.array([[table.numpy() for table in batch] for batch in cases.batches_of_ids(case)]),
+        values=np.array([[table.numpy() for table in batch] for batch in cases.values(case)]),
         block=cases.parameters(Case("", min(case.rows, BLOCK), case.dim, 0))[0].detach().numpy(),
         threads=threads,
-        bag=bag,
+        bag=case.bag,
     )
 
 
-def measure(kind: str, case: Case | Bags, peers: Sequence[Peer], crew: Crew, repeats: int) -> Iterator[Measurement]:
+def measure(kind: str, case: Case, peers: Sequence[Peer], crew: Crew, repeats: int) -> Iterator[Measurement]:
     """A measurement per group of peers that fit into memory together; the first peer is in all of them."""
     first, *others = peers
     data = data_of(case, crew.threads)
@@ -142,3 +134,25 @@ class Turns:
         except MissingError as error:
             self.lost[worker.peer.name] = str(error)
             return []
+
+
+def groups(peers: Iterable[Peer], first: Peer, weights: int, free: float) -> list[list[Peer]]:
+    """Peers in the order given, each group with `first` before them: all ratios are to that one, in the same group.
+
+    A peer that fits with nobody but `first` still gets a group: it may fail, and its failure is then reported.
+    """
+    made: list[list[Peer]] = []
+    for peer in peers:
+        if not made or weights * sum(other.bytes_per_weight for other in [*made[-1], peer]) > SHARE * free:
+            made.append([first])
+        made[-1].append(peer)
+    return made
+
+
+def free_bytes() -> float:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return WITHOUT_A_WORD
+    found = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return 1024.0 * int(next(found, WITHOUT_A_WORD / 1024))

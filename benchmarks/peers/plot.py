@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from benchmarks.contenders import ROOFLINE, ROWSTEP, TORCH
-from benchmarks.peers.report import PEERS, TITLES, Outcome, multiple, outcomes, threads
-from benchmarks.peers.sizes import LABELS, ROWS, THREADS
+from benchmarks.peers.curves import LABELS, ROWS, THREADS
+from benchmarks.peers.report import PEERS, TITLES, Outcome, outcomes
+from benchmarks.report import multiple, threads
 from benchmarks.timing import Measurement
 
 if TYPE_CHECKING:

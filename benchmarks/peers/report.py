@@ -1,44 +1,21 @@
-"""The tables: made once, and shown on the screen or as Markdown."""
+"""The tables of the suite `peers`, for the screen and for docs/peers.md."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from benchmarks.contenders import ROOFLINE, ROWSTEP, TORCH
 from benchmarks.peers.catalogue import IN_README, LOOPS, STEPS, Peer
-from benchmarks.peers.sizes import LABELS, THREADS
-from benchmarks.report import table_of_numbers
+from benchmarks.peers.curves import LABELS, THREADS
+from benchmarks.report import Grid, milliseconds, multiple, threads, time
 from benchmarks.timing import Measurement, Timing
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 PEERS = {"step": STEPS, "loop": LOOPS}
 TITLES = {"step": "One step", "loop": "Whole loop: forward pass, backward pass and step"}
 
 
-@dataclass(frozen=True)
-class Grid:
-    title: str
-    headings: Sequence[str]
-    lines: Sequence[Sequence[str]]
-    words: int = 1  # columns that hold words, not numbers
-
-    def markdown(self) -> str:
-        rule = ["---"] * self.words + ["---:"] * (len(self.headings) - self.words)
-        return "\n".join(f"| {' | '.join(cells)} |" for cells in (self.headings, rule, *self.lines))
-
-    def table(self) -> Table:
-        table = table_of_numbers([*self.headings], title=self.title, words=self.words)
-        for line in self.lines:
-            table.add_row(*line)
-        return table
-
-
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One peer in one case, beside the first one of the same group."""
 
     timing: Timing
@@ -71,37 +48,28 @@ class Outcome:
 def outcomes(kind: str, measurements: Sequence[Measurement]) -> list[Outcome]:
     """Cases in the order measured, and for each the numbers of threads, ascending."""
     of_kind = [measured for measured in measurements if measured.kind == kind]
-    keys = sorted(
-        {(measured.name, measured.threads) for measured in of_kind},
-        key=lambda key: ([measured.name for measured in of_kind].index(key[0]), key[1]),
-    )
-    first = PEERS[kind][0].name
-    return [Outcome([m for m in of_kind if (m.name, m.threads) == key], first) for key in keys]
+    names = [measured.name for measured in of_kind]
+    keys = {(measured.name, measured.threads) for measured in of_kind}
+    return [
+        Outcome([measured for measured in of_kind if (measured.name, measured.threads) == key], PEERS[kind][0].name)
+        for key in sorted(keys, key=lambda key: (names.index(key[0]), key[1]))
+    ]
 
 
-def grids(measurements: Sequence[Measurement]) -> Iterator[Grid]:
-    """All that a run has measured."""
-    for kind in PEERS:
+def grids(measurements: Sequence[Measurement]) -> dict[str, Grid]:
+    """All that a run has measured, by the names of their places in docs/peers.md."""
+    made = {}
+    for kind, peers in PEERS.items():
         if any(measured.kind == kind for measured in measurements):
-            yield ratios(kind, measurements)
-            yield times(kind, measurements)
+            title = f"times as long as {peers[0].name}, by medians (by minima)"
+            made[f"{kind}-ratios"] = _by_peer(kind, measurements, peers[1:], _ratio, title)
+            made[f"{kind}-times"] = _by_peer(
+                kind, measurements, peers, lambda entry: time(entry.timing), "median (min) in ms"
+            )
     for axis in LABELS:
         if of_axis := [measured for measured in measurements if measured.kind == axis]:
-            yield curve(axis, of_axis)
-
-
-def all_left_out(measurements: Sequence[Measurement]) -> list[str]:
-    return [sentence for kind in PEERS for sentence in left_out(kind, measurements)]
-
-
-def ratios(kind: str, measurements: Sequence[Measurement]) -> Grid:
-    """How many times as long as rowstep every peer takes."""
-    first, *others = PEERS[kind]
-    return _by_peer(kind, measurements, others, _ratio, f"times as long as {first.name}, by medians (by minima)")
-
-
-def times(kind: str, measurements: Sequence[Measurement]) -> Grid:
-    return _by_peer(kind, measurements, PEERS[kind], _time, "median (min) in ms")
+            made[f"by-{axis}"] = _curve(axis, of_axis)
+    return made
 
 
 def loops_in_short(measurements: Sequence[Measurement]) -> Grid:
@@ -116,11 +84,7 @@ def loops_in_short(measurements: Sequence[Measurement]) -> Grid:
 
 
 def _by_peer(
-    kind: str,
-    measurements: Sequence[Measurement],
-    peers: Sequence[Peer],
-    cell: Callable[[Entry], str],
-    title: str,
+    kind: str, measurements: Sequence[Measurement], peers: Sequence[Peer], cell: Callable[[Entry], str], title: str
 ) -> Grid:
     """A line per peer and number of threads, a column per case."""
     found = {(outcome.about, outcome.threads): outcome for outcome in outcomes(kind, measurements)}
@@ -144,10 +108,6 @@ def _ratio(entry: Entry) -> str:
     return f"{multiple(entry.by_median)} ({multiple(entry.by_minimum)})"
 
 
-def _time(entry: Entry) -> str:
-    return f"{milliseconds(entry.timing.median)} ({milliseconds(entry.timing.min)})"
-
-
 def left_out(kind: str, measurements: Sequence[Measurement]) -> Iterator[str]:
     """A sentence per peer and reason."""
     seen: dict[tuple[str, str], list[str]] = {}
@@ -160,20 +120,17 @@ def left_out(kind: str, measurements: Sequence[Measurement]) -> Iterator[str]:
 
 def contestants(versions: Mapping[str, Mapping[str, str]], missing: Mapping[str, str]) -> Grid:
     """Who was asked, with which versions, and what is to be known about each."""
-    peers: dict[str, Peer] = {peer.name: peer for peer in (*STEPS, *LOOPS)}
     lines = []
-    for name, peer in peers.items():
-        if name in versions:
-            found = ", ".join(f"{package} {version}" for package, version in versions[name].items())
-        elif name in missing:
-            found = f"missing: {missing[name]}"
-        else:
-            continue
-        lines.append([name, peer.rule.value, found, peer.remark])
+    for peer in (*STEPS, *LOOPS):
+        if peer.name in versions:
+            found = ", ".join(f"{package} {version}" for package, version in versions[peer.name].items())
+            lines.append([peer.name, peer.rule.value, found, peer.remark])
+        elif peer.name in missing:
+            lines.append([peer.name, peer.rule.value, f"missing: {missing[peer.name]}", peer.remark])
     return Grid("Contestants", ["", "rule", "with", "remark"], lines, words=4)
 
 
-def curve(axis: str, measurements: Sequence[Measurement]) -> Grid:
+def _curve(axis: str, measurements: Sequence[Measurement]) -> Grid:
     """A line per point and number of threads."""
     lines = []
     for measured in measurements:
@@ -193,28 +150,20 @@ def _over(measured: Measurement, slow: str, fast: str) -> str:
     return "" if ratio is None else multiple(ratio) + " *" * measured.disturbed
 
 
-def bars(reached: Sequence[Mapping[str, Any]]) -> Grid:
-    lines = [
-        [
-            bar["measure"],
-            f"at least {bar['limit']:g}{bar['unit']}",
-            f"{bar['reached']:.2f}{bar['unit']}",
-            "disturbed" if bar["disturbed"] else "yes" if bar["met"] else "**no**",
-        ]
-        for bar in reached
-    ]
-    return Grid("Bars", ["measure", "bar", "reached", "met"], lines)
+def blocks(document: Mapping[str, Any]) -> dict[str, str]:
+    """What can be put into a page, by name: from the JSON file of a run."""
+    measurements = [Measurement.from_json(measured) for measured in document["measurements"]]
+    made = {"machine": "\n".join(_sentences(document, measurements))}
+    made |= {name: grid.markdown() for name, grid in grids(measurements).items()}
+    made |= {f"{kind}-left-out": "\n".join(f"- {line}" for line in left_out(kind, measurements)) for kind in PEERS}
+    made["loop-short"] = loops_in_short(measurements).markdown()
+    made["contestants"] = contestants(document["versions"], document["missing"]).markdown()
+    return made
 
 
-def threads(count: int) -> str:
-    return f"{count} thread{'s' * (count > 1)}"
-
-
-def multiple(ratio: float) -> str:
-    return f"{ratio:,.0f}x" if ratio >= 100 else f"{ratio:.1f}x" if ratio >= 2 else f"{ratio:.2f}x"
-
-
-def milliseconds(seconds: float) -> str:
-    """Three digits that count."""
-    time = seconds * 1e3
-    return f"{time:,.{0 if time >= 100 else 1 if time >= 10 else 2 if time >= 1 else 3}f}"
+def _sentences(document: Mapping[str, Any], measurements: Sequence[Measurement]) -> Iterator[str]:
+    machine = document["machine"]
+    yield f"Measured by `{document['command']}` on {machine['cores']} cores of {machine['cpu']}, {machine['system']},"
+    yield f"Python {machine['python']}, torch {machine['torch']}, numba {machine['numba']}, numpy {machine['numpy']}."
+    if busy := sum(measured.disturbed for measured in measurements):
+        yield f"Other work took more than a tenth of the machine during {busy} of the measurements (*)."

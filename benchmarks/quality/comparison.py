@@ -4,32 +4,21 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from benchmarks.quality.tuning import Figure
 
 RESAMPLES = 10_000
-LEAST = 0.99  # as good as Adam, up to 1%
 
 
-@dataclass(frozen=True)
-class Ratio:
+class Ratio(NamedTuple):
     """Of two means, with the 95% interval of a paired bootstrap over the seeds."""
 
     mean: float
     low: float
     high: float
-
-    @property
-    def within_one_percent(self) -> str:
-        """Of a figure that should be high: whether the whole interval is at or above 0.99, or below, or neither."""
-        return "yes" if self.low >= LEAST else "no" if self.high < LEAST else "open"
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"within_one_percent": self.within_one_percent}
 
 
 def ratio(figure: Figure, to: Figure) -> Ratio:
@@ -40,8 +29,7 @@ def ratio(figure: Figure, to: Figure) -> Ratio:
     return Ratio(figure.mean / to.mean, float(low), float(high))
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """The mean over pairs with one seed, with the 95% interval of Student's t."""
 
     mean: float
@@ -49,16 +37,9 @@ class Difference:
     high: float
     largest: float  # of the pairs, without its sign
 
-    @property
-    def verdict(self) -> str:
-        return "higher" if self.low > 0 else "lower" if self.high < 0 else "no difference seen"
-
     def over(self, mean: float) -> Difference:
         """The same as a share of ``mean``."""
-        return Difference(self.mean / mean, self.low / mean, self.high / mean, self.largest / mean)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"verdict": self.verdict}
+        return Difference(*(value / mean for value in self))
 
 
 def difference(figure: Figure, to: Figure) -> Difference:

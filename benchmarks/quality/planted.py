@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.cases import popularity
-from benchmarks.quality.rules import Rule, state_bytes
+from benchmarks.contenders import state_bytes
+from benchmarks.quality.rules import Rule, Settings
 from benchmarks.quality.tuning import Outcome, falling_rate
 
 NOISE = 0.5
@@ -57,14 +58,14 @@ class Scored:
         return nn.functional.mse_loss((table(self.rows) * self.directions).sum(1), self.scores)
 
 
-def learn(problem: Problem, rule: Rule, rate: float, seed: int) -> Outcome:
+def learn(problem: Problem, rule: Rule, settings: Settings, seed: int) -> Outcome:
     generator = torch.Generator().manual_seed(seed)
     scales = _scales(problem.dim)
     planted = torch.randn(problem.rows, problem.dim, generator=generator)
     draw = _drawing(planted, scales, generator, seed)
     held_out = draw(HELD_OUT)
     table = nn.Embedding(problem.rows, problem.dim, sparse=True, _weight=torch.zeros_like(planted))
-    optimizer = rule.make(list(table.parameters()), rate)
+    optimizer = rule.optimizer(list(table.parameters()), settings)
     for _ in falling_rate(optimizer, problem.steps):
         table.zero_grad()
         draw(problem.batch).error(table).backward()  # type: ignore[no-untyped-call]

@@ -1,12 +1,12 @@
 """How high the one right item comes in a user's list of all items that the user has not met.
 
+NDCG is the mean of 1 / log2(1 + place) of the right items. Of the first ten places an item beyond them counts 0; of the
+whole list every user counts, so chance moves it less. The hit rate is how many right items are among the first ten.
 Items of the tail, outside the most popular ones that make up half of the data, are also looked at apart: their rows are
 the rare ones, and few of them get into a list of ten.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,19 +17,17 @@ LENGTH = 10
 
 NDCG, HIT_RATE, FULL_NDCG = "ndcg_at_10", "hit_rate_at_10", "ndcg"
 TAIL_NDCG, TAIL_HIT_RATE, TAIL_FULL_NDCG = (f"tail_{name}" for name in (NDCG, HIT_RATE, FULL_NDCG))
+METRICS = {
+    NDCG: "NDCG@10",
+    HIT_RATE: "HR@10",
+    FULL_NDCG: "NDCG",
+    TAIL_NDCG: "tail: NDCG@10",
+    TAIL_HIT_RATE: "tail: HR@10",
+    TAIL_FULL_NDCG: "tail: NDCG",
+}
 
 
-@dataclass(frozen=True)
-class Ranking:
-    ndcg: float
-    """Mean of 1 / log2(1 + place) of the right items within the first ten; an item beyond them counts 0."""
-    hit_rate: float
-    """How many of the right items are among the first ten."""
-    full_ndcg: float
-    """The same without an end of the list. Every user counts, so chance moves it less than the other two."""
-
-
-def rank(scores: Tensor, wanted: Tensor, met: Tensor) -> Ranking:
+def rank(scores: Tensor, wanted: Tensor, met: Tensor) -> dict[str, float]:
     """``scores`` of all users and items; ``wanted`` and ``met`` are pairs of a user and an item.
 
     Every user has at most one wanted item. Of items with the same score, those that are not wanted come first, so that
@@ -42,24 +40,17 @@ def rank(scores: Tensor, wanted: Tensor, met: Tensor) -> Ranking:
     scores[users, items] = -torch.inf
     places = 1 + (scores[users] >= right).sum(1)
     is_hit, gains = places <= LENGTH, 1 / torch.log2(1 + places)
-    return Ranking(*(figure.mean(dtype=torch.float64).item() for figure in (is_hit * gains, is_hit, gains)))
+    found = {NDCG: is_hit * gains, HIT_RATE: is_hit, FULL_NDCG: gains}
+    return {name: figure.mean(dtype=torch.float64).item() for name, figure in found.items()}
 
 
 def validation_score(scores: Tensor, data: Interactions) -> float:
     """What chooses learning rates."""
-    return rank(scores, data.validation, data.train).full_ndcg
+    return rank(scores, data.validation, data.train)[FULL_NDCG]
 
 
 def figures_of(scores: Tensor, data: Interactions) -> dict[str, float]:
     """Of all users, and of those whose item is one of the tail."""
     met = torch.cat([data.train, data.validation])
-    whole = rank(scores, data.test, met)
     tail = rank(scores, data.test[~data.is_head[data.test[:, 1]]], met)
-    return {
-        NDCG: whole.ndcg,
-        HIT_RATE: whole.hit_rate,
-        FULL_NDCG: whole.full_ndcg,
-        TAIL_NDCG: tail.ndcg,
-        TAIL_HIT_RATE: tail.hit_rate,
-        TAIL_FULL_NDCG: tail.full_ndcg,
-    }
+    return rank(scores, data.test, met) | {f"tail_{name}": figure for name, figure in tail.items()}

@@ -3,90 +3,116 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from benchmarks.bars import Bar
-from benchmarks.cases import Case
-from benchmarks.sparse import bars, fresh, measures, plot, report
-from benchmarks.sparse.sizes import FULL, QUICK, Sizes
-from benchmarks.suite import Part, Suite
+import torch
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from rich.console import Console
+from benchmarks import cases
+from benchmarks.cases import LONG, MANY, SMALL, TINY_MANY, TINY_UNIFORM, TINY_ZIPF, UNIFORM, ZIPF, Case, short
+from benchmarks.contenders import ADAM, ROOFLINE, ROWSTEP, TORCH, check_agreement, give, stepper, weights
+from benchmarks.report import Grid, times
+from benchmarks.sparse import fresh, roofline
+from benchmarks.suite import Bar, Part, Suite
+from benchmarks.timing import BUSY, Contender, measure, nothing, threads
+from rowstep import SparseAdam
+
+# Each with how many times faster than torch.optim.SparseAdam it is to be: with one thread, with more.
+FULL = {ZIPF: (6, 8), UNIFORM: (7, 9), LONG: (6, 6), SMALL: (6, 6), MANY: (5, 5)}
+QUICK = dict.fromkeys((TINY_ZIPF, TINY_UNIFORM, TINY_MANY), (0, 0))
+OVER_ROOFLINE = 1.4
+OVER_DENSE_ADAM = 1.1
+PEAK_BYTES_PER_ID = 64
+FIRST_STEP = {"cold": 6, "cached": 1}  # seconds
 
 
 class SparseSuite(Suite):
     file = "bench"
 
-    state_bytes_per_weight: float | None = None
-    first_step: fresh.FirstStep | None = None
-    memory: tuple[fresh.PeakMemory, ...] = ()
-
-    @property
-    def sizes(self) -> Sizes:
-        return QUICK if self.quick else FULL
-
     def parts(self) -> Iterator[Part]:
         yield Part("first-step", self._first_step)
         yield Part("memory", self._memory)
-        for case in self.sizes.steps:
-            yield Part(case.name, functools.partial(self._steps, case))
-        yield Part("scaling", self._scaling)
-        yield Part("loop", self._loop)
+        for case, faster_by in (QUICK if self.quick else FULL).items():
+            yield Part(case.name, functools.partial(self._steps, case, faster_by))
         yield Part("dense", self._dense)
 
     def _first_step(self) -> None:
-        self.first_step = fresh.first_step()
+        self.findings["first_step_seconds"] = found = fresh.first_step()
+        for kind, limit in FIRST_STEP.items():
+            busy = found["others"] > BUSY
+            self.bars.append(Bar(f"first step, kernels {kind}", limit, found[kind], " s", disturbed=busy))
 
     def _memory(self) -> None:
-        self.memory = tuple(fresh.peak_memory(self.sizes.memory_rows, self.sizes.memory_ids))
+        rows, ids = ((20_000,), 16_384) if self.quick else ((100_000, 1_000_000, 4_000_000), 65_536)
+        peaks = fresh.peak_memory(rows, ids)
+        self.findings["peak_memory_bytes_per_id"] = [asdict(peak) for peak in peaks]
+        if peaks:
+            worst = max(peak.rowstep for peak in peaks)
+            self.bars.append(Bar("peak extra memory of a step, per id", PEAK_BYTES_PER_ID, worst, " B"))
 
-    def _steps(self, case: Case) -> None:
-        for measured, state in measures.steps(case, self.threads, self.repeats):
+    def _steps(self, case: Case, faster_by: tuple[float, float]) -> None:
+        """rowstep and torch step through the same gradients from the same weights."""
+        gradients = cases.gradients(case)
+        ours, theirs = SparseAdam(cases.parameters(case)), torch.optim.SparseAdam(cases.parameters(case))
+        pair = stepper(ROWSTEP, ours, gradients), stepper(TORCH, theirs, gradients)
+        for count in self.threads:
+            with threads(count):
+                for contender in pair:
+                    contender.warm_up(3)
+                check_agreement(case.name, ours, theirs)
+                lineup = [*pair, roofline.contender(ours, gradients, count)]
+                measured = measure("step", case.name, case.about, lineup, self.repeats)
             self.measurements.append(measured)
-            self.state_bytes_per_weight = state
-
-    def _scaling(self) -> None:
-        self.measurements += measures.scaling(*self.sizes.scaling, self.threads, self.repeats)
-
-    def _loop(self) -> None:
-        self.measurements += [measures.loop(case, max(self.threads), self.repeats) for case in self.sizes.loops]
+            self.expect_faster("step vs torch SparseAdam", measured, ROWSTEP, TORCH, faster_by[count > 1])
+            if case is UNIFORM and count == 1:
+                self.expect_at_most("step over roofline", measured, ROWSTEP, ROOFLINE, OVER_ROOFLINE)
 
     def _dense(self) -> None:
-        self.measurements += measures.dense(self.sizes.dense_rows, max(self.threads), self.repeats)
+        """Parameters with dense gradients, which rowstep steps like Adam."""
+        rows = 20_000 if self.quick else 1_000_000
+        models: dict[str, Callable[[], nn.Module]] = {
+            f"{short(rows)} x 64": lambda: nn.Embedding(rows, 64),
+            "256-512-512-10 network": lambda: nn.Sequential(*(nn.Linear(*size) for size in LAYERS)),
+        }
+        for about, model in models.items():
+            ours, theirs = (_with_dense_gradients(model, make) for make in (SparseAdam, _fused))
+            with threads(max(self.threads)):
+                lineup = [Contender(ROWSTEP, nothing, ours.step), Contender(ADAM, nothing, theirs.step)]
+                for contender in lineup:
+                    contender.warm_up(3)
+                check_agreement(about, ours, theirs)
+                measured = measure("dense", about, f"{about}, dense gradients", lineup, self.repeats)
+            self.measurements.append(measured)
+            self.expect_at_most("step over Adam(fused)", measured, ROWSTEP, ADAM, OVER_DENSE_ADAM)
 
-    def bars(self) -> Iterator[Bar]:
-        for measured in self.measurements:
-            yield from bars.timed(measured)
-        yield from bars.fresh(self.memory, self.first_step)
-
-    def show(self, console: Console) -> None:
+    def tables(self) -> Iterator[Grid | str]:
         if steps := self.of_kind("step"):
-            console.print(report.steps(steps))
-        if self.state_bytes_per_weight is not None:
-            console.print(f"State kept by rowstep: {self.state_bytes_per_weight:.2f} bytes per weight.")
-        if others := self.of_kind(*report.OTHER_KINDS):
-            console.print(report.others(others))
-        if self.memory:
-            console.print(report.memory(self.memory))
-        if self.first_step:
-            cold, cached = self.first_step.cold, self.first_step.cached
-            console.print(
-                f"First step of a fresh interpreter: {cold:.2f} s, and {cached:.2f} s with the kernels cached."
+            ratios = {"torch/\nrowstep": (TORCH, ROWSTEP), "rowstep/\nroofline": (ROWSTEP, ROOFLINE)}
+            yield times("One step", steps, (ROWSTEP, TORCH, ROOFLINE), ratios)
+        if dense := self.of_kind("dense"):
+            yield times("Dense parameters", dense, (ROWSTEP, ADAM), {"rowstep/\nAdam": (ROWSTEP, ADAM)})
+        if peaks := self.findings.get("peak_memory_bytes_per_id"):
+            lines = [[short(peak["rows"]), *(f"{peak[who]:,.1f}" for who in ("rowstep", "torch"))] for peak in peaks]
+            headings = ["rows in the table", ROWSTEP, TORCH]
+            yield Grid("Peak extra memory of a step, bytes per id", headings, lines, words=0)
+        if found := self.findings.get("first_step_seconds"):
+            yield (
+                f"First step of a fresh interpreter: {found['cold']:.2f} s, and {found['cached']:.2f} s with the "
+                "kernels cached."
             )
 
-    def draw(self, figure: Figure) -> bool:
-        steps = self.of_kind("step")
-        if steps:
-            plot.draw_steps(figure, steps)
-        return bool(steps)
 
-    def findings(self) -> dict[str, Any]:
-        return {
-            "state_bytes_per_weight": self.state_bytes_per_weight,
-            "first_step_seconds": asdict(self.first_step) if self.first_step else None,
-            "peak_memory_bytes_per_id": [asdict(peak) for peak in self.memory],
-        }
+LAYERS = ((256, 512), (512, 512), (512, 10))
+
+
+def _fused(parameters: Iterator[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, fused=True)
+
+
+def _with_dense_gradients(model: Callable[[], nn.Module], make: Callable[..., torch.optim.Optimizer]) -> Any:
+    torch.manual_seed(0)
+    optimizer = make(model().parameters())
+    give(optimizer, [torch.randn_like(parameter) for parameter in weights(optimizer)])
+    return optimizer

@@ -1,27 +1,33 @@
-"""Measurements that need an interpreter of their own: the first step's time, and a step's peak memory."""
+"""Measurements that need an interpreter of their own: the first step's time, and a step's peak memory.
+
+It is told what to measure, and prints one line of JSON.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.load import watch
+import torch
+from torch import nn
+
+from benchmarks.contenders import touch_state
+from benchmarks.timing import watch
+from rowstep import SparseAdam
 
 ROOT = Path(__file__).parents[2]  # where `benchmarks` can be imported, whatever the current directory
-
-
-@dataclass(frozen=True)
-class FirstStep:
-    cold: float  # seconds, kernels compiled
-    cached: float  # seconds, kernels loaded from Numba's cache
-    others: float  # share of the machine that other work took meanwhile
+DIM = 64
+STEPS = 3  # peaks are taken over these
 
 
 @dataclass(frozen=True)
@@ -31,10 +37,11 @@ class PeakMemory:
     torch: float
 
 
-def first_step() -> FirstStep:
+def first_step() -> dict[str, float]:
+    """Seconds with kernels compiled and with kernels loaded, and the share of the machine that other work took."""
     with tempfile.TemporaryDirectory() as cache, watch() as load:
         cold, cached = (in_fresh_interpreter("first-step", NUMBA_CACHE_DIR=cache) for _ in range(2))
-    return FirstStep(cold, cached, load.others)
+    return {"cold": cold, "cached": cached, "others": load.others}
 
 
 def peak_memory(rows: Sequence[int], ids: int) -> list[PeakMemory]:
@@ -46,7 +53,61 @@ def peak_memory(rows: Sequence[int], ids: int) -> list[PeakMemory]:
 
 
 def in_fresh_interpreter(*arguments: object, **environment: str) -> Any:
-    command = [sys.executable, "-m", "benchmarks.sparse.child", *map(str, arguments)]
+    command = [sys.executable, "-c", "from benchmarks.sparse import fresh; fresh.main()", *map(str, arguments)]
     env = os.environ | environment
     done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(done.stdout)
+
+
+def main() -> None:
+    print(json.dumps(answer(*sys.argv[1:])))
+
+
+def answer(what: str, *arguments: str) -> float | list[float]:
+    """In the fresh interpreter. Peaks are rowstep's, then torch's."""
+    if what == "first-step":
+        return _first_step()
+    ids, rows = map(int, arguments)
+    return [_peak(kind, ids, rows) / ids for kind in (SparseAdam, torch.optim.SparseAdam)]
+
+
+def _first_step() -> float:
+    """Seconds from calling the first step to its end; loading or compiling the kernels is part of it."""
+    table = nn.Embedding(10_000, DIM, sparse=True)
+    optimizer = SparseAdam(table.parameters())
+    table(torch.randint(10_000, (8_192,))).square().mean().backward()
+    start = time.perf_counter()
+    optimizer.step()
+    return time.perf_counter() - start
+
+
+def _peak(kind: Callable[[list[nn.Parameter]], torch.optim.Optimizer], ids: int, rows: int) -> int:
+    """The most memory a step needs beyond what there was before it."""
+    table = nn.Parameter(torch.ones(rows, DIM))
+    optimizer = kind([table])
+    # Compiles. The batch is small, so that workspace which is kept for the next step shows when that step needs more.
+    _give(table, ids // 8)
+    optimizer.step()
+    touch_state(optimizer)  # pages that nobody has written yet are not the step's to answer for
+    extra = []
+    for _ in range(STEPS):
+        _give(table, ids)
+        # Freed memory goes back to the system: it would otherwise be there for the step to use unseen.
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        before = _status("VmRSS")
+        optimizer.step()
+        extra.append(_status("VmHWM") - before)
+    return max(extra)
+
+
+def _give(table: nn.Parameter, ids: int) -> None:
+    rows = torch.randint(len(table), (1, ids))
+    table.grad = torch.sparse_coo_tensor(rows, torch.randn(ids, DIM), table.shape, check_invariants=False)
+
+
+def _status(field: str) -> int:
+    """A field of /proc/self/status, in bytes."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[field].split()[0]) * 1024

@@ -8,11 +8,13 @@ so their values stay.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numba
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import prange, types
 from numba.core import cgutils
@@ -20,6 +22,9 @@ from numba.extending import intrinsic
 from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 from torch import Tensor
+
+from benchmarks.contenders import ROOFLINE, weights
+from benchmarks.timing import Contender
 
 AHEAD = 8  # occurrences between a prefetch and its use; 4 to 32 measured alike
 LINE = 64  # bytes that one prefetch brings
@@ -55,6 +60,23 @@ def traffic(gradient: Tensor, tables: tuple[Tensor, Tensor, Tensor], threads: in
     parts = np.linspace(0, len(rows), threads + 1).astype(np.int64)
     parts[1:-1] = np.searchsorted(rows, rows[parts[1:-1]])
     return Traffic(gradient._values(), tables, rows, order, parts)
+
+
+def contender(optimizer: torch.optim.Optimizer, gradients: Sequence[Sequence[Tensor]], threads: int) -> Contender:
+    """Moves the bytes of the optimizer's steps on these gradients, in turn."""
+    state = [(p, *(optimizer.state[p][key] for key in ("exp_avg", "exp_avg_sq"))) for p in weights(optimizer)]
+    pool = [[traffic(*pair, threads) for pair in zip(batch, state, strict=True)] for batch in gradients]
+    batch = pool[0]
+
+    def prepare(number: int) -> None:
+        nonlocal batch
+        batch = pool[number % len(pool)]
+
+    def run() -> None:
+        for table in batch:
+            table.move()
+
+    return Contender(ROOFLINE, prepare, run)
 
 
 def _prefetch(write: int) -> Any:

@@ -1,4 +1,4 @@
-"""The suite `peers` runs its workers, refuses results that differ, and reports who is missing. No time is asserted."""
+"""The suite `peers` runs its workers, refuses results that differ, reports who is missing, and writes docs/peers.md."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,41 +15,43 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from benchmarks import pages
 from benchmarks.cases import Case
 from benchmarks.command import main
 from benchmarks.contenders import DisagreementError
-from benchmarks.peers import catalogue, environments, measures
-from benchmarks.peers.agreement import Agreement, first_move
-from benchmarks.peers.catalogue import CONTESTANTS, LOOPS, ROWSTEP, ROWSTEP_LOOP, SPARSE_ADAM, STEPS, Peer, Rule
+from benchmarks.peers import catalogue, docs, environments, measures, report
+from benchmarks.peers.agreement import Agreement
+from benchmarks.peers.catalogue import FBGEMM_LOOP, LOOPS, ROWSTEP, ROWSTEP_LOOP, SPARSE_ADAM, STEPS, Peer, Rule
+from benchmarks.peers.curves import LABELS
 from benchmarks.peers.environments import Environment, MissingError
-from benchmarks.peers.groups import groups
 from benchmarks.peers.process import Process
-from benchmarks.peers.sizes import Bags
+from benchmarks.peers.suite import PeersSuite
 from benchmarks.peers.worker import Worker
+from benchmarks.timing import Measurement, Timing
 from tests.helpers.pictures import is_png
 
 STEP = Case("step", 300, 8, 64, zipf=True, tables=2)
-LOOP = Bags("loop", 300, 8, 16, 4, zipf=True, tables=2)
+LOOP = Case("loop", 300, 8, 64, zipf=True, tables=2, bag=4)
 HERE = [peer for peer in (*STEPS, *LOOPS) if peer.environment is None]
 
 
 class InThisProcess:
-    """A worker without a process of its own."""
+    """A worker without a process of its own; `change` is made to what it answers."""
 
-    def __init__(self, peer: Peer, folder: Path) -> None:
-        self.peer, self.folder = peer, folder
+    def __init__(self, peer: Peer, folder: Path, change: Callable[[Any], Any] = lambda found: found) -> None:
+        self.peer, self.folder, self.change = peer, folder, change
         module, _, name = peer.kind.rpartition(".")
-        self.worker = Worker(f"{CONTESTANTS}.{module}", name, 1)
+        self.worker = Worker(f"{catalogue.CONTESTANTS}.{module}", name, 1)
         self.worker.open(str(folder))
 
     def turn(self, steps: int, warm_up: float = 0.0) -> list[float]:
         return list(self.worker.turn(steps, warm_up)["seconds"])
 
-    def state(self, table: int, rows: NDArray[np.int64]) -> dict[str, NDArray[np.float32]]:
+    def state(self, table: int, rows: NDArray[np.int64]) -> Any:
         np.save(self.folder / "rows.npy", rows)
         self.worker.state(table, str(self.folder / "rows.npy"), str(self.folder / "state.npz"))
         with np.load(self.folder / "state.npz") as arrays:
-            return dict(arrays)
+            return self.change(dict(arrays))
 
 
 @pytest.fixture(autouse=True)
@@ -61,69 +63,40 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def checked(peer: Peer, case: Case | Bags, folder: Path, **changes: Any) -> None:
-    """rowstep, then the peer, as a run checks them; `changes` are made to what the peer answers."""
-    data = measures.data_of(case, 1)
+def check(peer: Peer, folder: Path, *change: Callable[[Any], Any]) -> None:
+    """rowstep, then the peer, as a run checks them."""
+    data = measures.data_of(STEP if peer in STEPS else LOOP, 1)
     data.write(folder)
     agreement = Agreement(data)
-    first = ROWSTEP if isinstance(case, Case) else ROWSTEP_LOOP
-    agreement.check(cast(Process, InThisProcess(first, folder)))
-    if peer.rule is Rule.FACTORED:
-        agreement.check(cast(Process, InThisProcess(catalogue.FACTORED, folder)))
-    worker = InThisProcess(peer, folder)
-    answered = worker.state
-
-    def state(table: int, rows: NDArray[np.int64]) -> dict[str, NDArray[np.float32]]:
-        found = answered(table, rows)
-        return found | {name: change(found[name]) for name, change in changes.items()}
-
-    worker.state = state  # type: ignore[method-assign]
-    agreement.check(cast(Process, worker))
+    agreement.check(cast(Process, InThisProcess(ROWSTEP if peer in STEPS else ROWSTEP_LOOP, folder)))
+    agreement.check(cast(Process, InThisProcess(peer, folder, *change)))
 
 
 @pytest.mark.parametrize("peer", HERE, ids=lambda peer: peer.name)
 def test_contestants_of_our_own_environment_agree(peer: Peer, tmp_path: Path) -> None:
-    checked(peer, STEP if peer in STEPS else LOOP, tmp_path)
+    check(peer, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("slot", "factor", "answer", "message"),
     [
-        ({"weights": lambda found: found + np.float32(1e-5)}, "weights after one step differ by up to 1"),
-        ({"weights": lambda found: found * np.nan}, "weights after one step differ"),
-        ({"first": lambda found: found * np.float32(1.001)}, "first moments after 3 steps differ"),
-        ({"second": lambda found: found * np.float32(1.001)}, "second moments after 3 steps differ"),
+        ("weights", 1.001, 1, "weights after one step differ by up to"),
+        ("weights", np.nan, 1, "weights after one step differ"),
+        ("weights", 0.999, 2, "rows without a gradient"),  # moved by momentum, say, or by weight decay
+        ("first", 1.001, 5, "first moments after 3 steps differ"),
+        ("second", 1.001, 5, "second moments after 3 steps differ"),
     ],
 )
-def test_results_that_differ_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_results_that_differ_are_refused(slot: str, factor: float, answer: int, message: str, tmp_path: Path) -> None:
+    asked = 0
+
+    def change(found: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return found | {slot: found[slot] * np.float32(factor)} if asked == answer else found
+
     with pytest.raises(DisagreementError, match=message):
-        checked(SPARSE_ADAM, STEP, tmp_path, **changes)
-
-
-def test_a_rule_that_moves_other_rows_is_refused(tmp_path: Path) -> None:
-    """By momentum, say, or by weight decay."""
-    seen = 0
-
-    def decay(found: NDArray[np.float32]) -> NDArray[np.float32]:
-        nonlocal seen
-        seen += 1  # the second answer is about rows without a gradient
-        return found * np.float32(0.999) if seen == 2 else found
-
-    with pytest.raises(DisagreementError, match="rows without a gradient"):
-        checked(SPARSE_ADAM, STEP, tmp_path, weights=decay)
-
-
-def test_the_first_move_is_that_of_the_optimizers() -> None:
-    gradient = torch.randn(50, 8, generator=torch.Generator().manual_seed(0)) + 0.1
-    for rule, make in ((Rule.DENSE, torch.optim.Adam), (Rule.ADAGRAD, torch.optim.Adagrad)):
-        param = torch.nn.Parameter(torch.zeros(50, 8))
-        param.grad = gradient
-        make([param], lr=1e-3).step()
-        expected = first_move(Peer("", "", rule, 0), gradient.numpy())
-        torch.testing.assert_close(param.detach(), torch.from_numpy(expected), rtol=1e-4, atol=1e-8)
-    row = np.array([[3.0, -4.0, 0.0, 0.0]], np.float32)  # the mean square is 25 / 4
-    for rule in (Rule.ROW, Rule.ROW_ADAGRAD):
-        np.testing.assert_allclose(first_move(Peer("", "", rule, 0), row), [[-1.2e-3, 1.6e-3, 0, 0]], rtol=1e-6)
+        check(SPARSE_ADAM, tmp_path, change)
 
 
 def test_a_quick_run_reports_who_took_part_and_who_could_not(
@@ -134,36 +107,26 @@ def test_a_quick_run_reports_who_took_part_and_who_could_not(
     parts = ["zipf-20k", "by-rows", "by-duplicates", "by-threads"]
     assert main(["peers", "--quick", "--threads", "1", "--out", str(tmp_path), "--only", *parts]) == 0
     assert "no such package was left out" in capsys.readouterr().out
-
     document = json.loads((tmp_path / "peers.json").read_text())
     kinds = [measured["kind"] for measured in document["measurements"]]
     assert kinds == ["step", "rows", "rows", "duplicates", "duplicates", "threads"]
-    step, *curves = document["measurements"]
+    step = document["measurements"][0]
     assert set(step["seconds"]) == {ROWSTEP.name, SPARSE_ADAM.name}
     assert "NoSuchClass" in step["left_out"][broken.name]
-    for curve in curves:
-        assert set(curve["seconds"]) == {"rowstep", "torch SparseAdam", "roofline"}
     assert document["versions"][ROWSTEP.name]["torch"] == torch.__version__
-    assert is_png(tmp_path / "peers.png")
-    page = (tmp_path / "peers.md").read_text()
-    assert "| torch SparseAdam | same |" in page
-    assert "## by-duplicates" in page
 
 
-@pytest.fixture
-def process() -> Iterator[Process]:
-    started = Process(SPARSE_ADAM, 1)
-    yield started
-    started.end()
-
-
-def test_a_worker_that_fails_or_dies_gives_the_reason(process: Process) -> None:
-    with pytest.raises(MissingError, match=r"FileNotFoundError: .*ids\.npy"):
-        process.ask("open", folder="/nowhere")
-    assert process.ask("close") == {}  # it is still there
-    os.kill(process.number, signal.SIGKILL)
-    with pytest.raises(MissingError, match="was ended by SIGKILL"):
-        process.ask("close")
+def test_a_worker_that_fails_or_dies_gives_the_reason() -> None:
+    process = Process(SPARSE_ADAM, 1)
+    try:
+        with pytest.raises(MissingError, match=r"FileNotFoundError: .*ids\.npy"):
+            process.ask("open", folder="/nowhere")
+        assert process.ask("close") == {}  # it is still there
+        os.kill(process.number, signal.SIGKILL)
+        with pytest.raises(MissingError, match="was ended by SIGKILL"):
+            process.ask("close")
+    finally:
+        process.end()
 
 
 def test_a_package_that_cannot_be_installed_gives_the_reason() -> None:
@@ -172,19 +135,99 @@ def test_a_package_that_cannot_be_installed_gives_the_reason() -> None:
     failing = [sys.executable, "-c", "import sys; sys.exit('a warning\\nERROR: no wheel for this machine')"]
     with pytest.raises(MissingError, match="could not be installed: ERROR: no wheel for this machine"):
         environments._run(failing)
-
-
-def test_every_environment_has_its_pinned_requirements() -> None:
     for peer in (*STEPS, *LOOPS):
         if peer.environment:
             lines = (environments.REQUIREMENTS / f"{peer.environment.name}.txt").read_text().splitlines()
-            pinned = {line.split("==")[0].lower() for line in lines if not line.startswith("#")}
-            assert all("==" in line for line in lines if not line.startswith("#"))
+            pinned = {line.split("==")[0].lower() for line in lines if "==" in line}
             assert {package.lower() for package in peer.packages} <= pinned
 
 
 def test_groups_fit_into_memory_and_begin_with_the_first() -> None:
     first, *others = (Peer(name, "", Rule.LAZY, 10) for name in "abcd")
-    assert groups(others, first, 100, free=4_000 / 0.75) == [[first, *others]]
-    assert groups(others, first, 100, free=3_999 / 0.75) == [[first, *others[:2]], [first, others[2]]]
-    assert groups(others, first, 100, free=1) == [[first, other] for other in others]
+    assert measures.groups(others, first, 100, free=4_000 / 0.75) == [[first, *others]]
+    assert measures.groups(others, first, 100, free=3_999 / 0.75) == [[first, *others[:2]], [first, others[2]]]
+    assert measures.groups(others, first, 100, free=1) == [[first, other] for other in others]
+
+
+def measured(kind: str, threads: int, others: float, seconds: dict[str, Any], name: str = "zipf-1m") -> Measurement:
+    """A string instead of seconds is the reason why somebody was left out."""
+    timings = {who: Timing(given) for who, given in seconds.items() if isinstance(given, tuple)}
+    left_out = {who: given for who, given in seconds.items() if isinstance(given, str)}
+    return Measurement(kind, name, "a case", threads, timings, left_out, others)
+
+
+DENSE = "torch Adam(fused)"
+MEASURED = [
+    measured("step", 1, 0.0, {ROWSTEP.name: (0.001, 0.002, 0.009), SPARSE_ADAM.name: (0.004, 0.01, 0.02)}),
+    measured("step", 1, 0.0, {ROWSTEP.name: (0.01,), DENSE: (0.0501,)}),
+    measured("step", 2, 0.0, {ROWSTEP.name: (0.001,), SPARSE_ADAM.name: "no wheel"}),
+    measured("loop", 1, 0.5, {ROWSTEP_LOOP.name: (0.001,), FBGEMM_LOOP.name: (0.0016,)}),
+    *(
+        measured(axis, 1, 0.0, {"rowstep": (0.001,), "torch SparseAdam": (0.004,), "roofline": (0.0005,)}, "10")
+        for axis in LABELS
+    ),
+]
+
+
+def test_ratios_are_to_the_first_of_the_same_group_and_who_was_left_out_is_named() -> None:
+    grid = report.grids(MEASURED)["step-ratios"]
+    assert grid.headings == ["", "rule", "threads", "a case"]
+    assert grid.lines[0] == [SPARSE_ADAM.name, "same", "1", "5.0x (4.0x)"]  # of medians, and of minima
+    assert grid.lines[1] == ["", "", "2", "left out"]
+    assert [DENSE, "Adam on all rows", "1", "5.0x (5.0x)"] in grid.lines
+    assert list(report.left_out("step", MEASURED)) == [
+        f"{SPARSE_ADAM.name} was left out of a case on 2 threads: no wheel."
+    ]
+
+
+def test_bars_are_by_the_medians_and_name_the_best_peer() -> None:
+    suite = PeersSuite(quick=False, threads=[1], repeats=1)
+    for one in MEASURED[:4]:
+        suite.expect(one)
+    found = [(bar.limit, round(bar.reached, 3), bar.met) for bar in suite.bars]
+    assert found == [(1, 5.0, True), (2, 5.0, True), (1.5, 1.6, True)]
+
+
+def write_docs(folder: Path, page: str, **changes: Any) -> int:
+    document = {
+        "command": "python -m benchmarks peers",
+        "quick": False,
+        "machine": dict.fromkeys(("cpu", "cores", "system", "python", "torch", "numba", "numpy"), "?"),
+        "measurements": [one.as_json() for one in MEASURED],
+        "versions": {ROWSTEP.name: {"python": "3.11.7"}},
+        "missing": {"MXNet, lazy": "needs a Python from 3.10 to 3.11"},
+    }
+    (folder / "peers.md").write_text(page)
+    (folder / "measured.json").write_text(json.dumps(document | changes))
+    return docs.main([str(folder / "measured.json"), "--page", str(folder / "peers.md")])
+
+
+def test_docs_are_filled_and_drawn_from_the_file(tmp_path: Path) -> None:
+    assert write_docs(tmp_path, docs.PAGE.read_text()) == 0
+    text = (tmp_path / "peers.md").read_text()
+    for part in (
+        "| torch SparseAdam | same | 1 | 5.0x (4.0x) |",
+        "1.60 (1.60) *",
+        "missing: needs a Python from 3.10 to 3.11",
+        "during 1 of the measurements",
+        "| 10 | 1 | 1.00 | 4.00 | 0.500 | 4.0x | 2.0x |",
+    ):
+        assert part in text
+    assert all(is_png(tmp_path / name) for name in ("peers.png", "scaling.png", "scaling-rows.png"))
+    assert json.loads((tmp_path / "peers.json").read_text()) == json.loads((tmp_path / "measured.json").read_text())
+
+
+def test_docs_refuse_a_run_that_is_quick_or_lacks_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = "<!-- table: step-ratios -->\n<!-- end of table -->\n<!-- table: by-nothing -->\n<!-- end of table -->\n"
+    assert write_docs(tmp_path, page) == 1
+    assert "has a place for by-nothing, which the run lacks" in capsys.readouterr().err
+    assert write_docs(tmp_path, page, quick=True) == 1
+    assert "measure again" in capsys.readouterr().err
+    assert (tmp_path / "peers.md").read_text() == page
+
+
+def test_the_page_and_the_readme_have_the_figures_of_their_data() -> None:
+    """After a change of the tables: `python -m benchmarks.peers.docs docs/peers.json`."""
+    blocks = report.blocks(json.loads(docs.PAGE.with_suffix(".json").read_text()))
+    assert pages.fill(docs.PAGE.read_text(), blocks) == docs.PAGE.read_text()
+    assert blocks["loop-short"] in (docs.PAGE.parents[1] / "README.md").read_text()

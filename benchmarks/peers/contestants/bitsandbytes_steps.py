@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import bitsandbytes  # type: ignore[import-not-found]
 
-from benchmarks.peers.contestants.torch_steps import DenseStepper
+from benchmarks.peers.contestants.torch_steps import Dense
 from benchmarks.peers.data import Data
 
 
-class Adam8bit(DenseStepper):
+class Adam8bit(Dense):
     def __init__(self, data: Data) -> None:
         super().__init__(data, bitsandbytes.optim.Adam8bit)

@@ -20,70 +20,64 @@ Maker: TypeAlias = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 LR, BETA1, BETA2, EPS = 1e-3, 0.9, 0.999, 1e-8
 
 
-class Sparse:
-    """The tables of a case as parameters, and the sparse gradients of all batches for them."""
+class Tables:
+    """The tables of a case as parameters, with an optimizer of torch's kind, if any is to step them."""
 
-    def __init__(self, data: Data) -> None:
+    def __init__(self, data: Data, make: Maker | None = None) -> None:
         torch.set_num_threads(data.threads)
-        self.params = parameters(data)
-        pairs = zip(torch.from_numpy(data.ids), torch.from_numpy(data.values), strict=True)
-        self.gradients = [[_gradient(data, *pair) for pair in zip(*batch, strict=True)] for batch in pairs]
+        self.params = [nn.Parameter(torch.from_numpy(data.weights())) for _ in range(data.tables)]
+        self.optimizer = make(self.params) if make else None
+
+    def run(self) -> None:
+        assert self.optimizer
+        self.optimizer.step()
+
+    def state(self, table: int, rows: Rows) -> State:
+        param = self.params[table]
+        kept = self.optimizer.state[param] if self.optimizer else {}
+        found = {"weights": param, "first": kept.get("exp_avg"), "second": kept.get("exp_avg_sq")}
+        return {name: tensor.detach()[rows].numpy() for name, tensor in found.items() if isinstance(tensor, Tensor)}
+
+
+class Sparse(Tables):
+    """The gradients of all batches are sparse, and uncoalesced, as nn.Embedding(sparse=True) makes them."""
+
+    def __init__(self, data: Data, make: Maker | None = None) -> None:
+        super().__init__(data, make)
+        self.gradients = [_gradients(data, batch) for batch in range(data.batches)]
 
     def prepare(self, number: int) -> None:
         for param, gradient in zip(self.params, self.gradients[number % len(self.gradients)], strict=True):
             param.grad = gradient
 
 
-class Dense:
+class Dense(Tables):
     """The gradient is dense, as nn.Embedding makes it by default; making it is not counted.
 
     It is that of the first batch. A dense step takes as long with any other, so this one serves for all.
     """
 
-    def __init__(self, data: Data) -> None:
-        torch.set_num_threads(data.threads)
-        self.params = parameters(data)
-        for param, *pair in zip(
-            self.params, torch.from_numpy(data.ids[0]), torch.from_numpy(data.values[0]), strict=True
-        ):
-            param.grad = _gradient(data, *pair).to_dense()
+    def __init__(self, data: Data, make: Maker | None = None) -> None:
+        super().__init__(data, make)
+        for param, gradient in zip(self.params, _gradients(data, 0), strict=True):
+            param.grad = gradient.to_dense()
 
     def prepare(self, number: int) -> None:
         pass
 
 
-class Stepper(Sparse):
-    """Steps an optimizer of torch's kind."""
-
-    def __init__(self, data: Data, make: Maker) -> None:
-        super().__init__(data)
-        self.optimizer = make(self.params)
-
-    def run(self) -> None:
-        self.optimizer.step()
-
-    def state(self, table: int, rows: Rows) -> State:
-        return _shown(self.params[table], self.optimizer, rows)
+def _gradients(data: Data, batch: int) -> list[Tensor]:
+    pairs = zip(torch.from_numpy(data.ids[batch]), torch.from_numpy(data.values[batch]), strict=True)
+    shape = (data.rows, data.dim)
+    return [torch.sparse_coo_tensor(ids.unsqueeze(0), rows, shape, check_invariants=False) for ids, rows in pairs]
 
 
-class DenseStepper(Dense):
-    def __init__(self, data: Data, make: Maker) -> None:
-        super().__init__(data)
-        self.optimizer = make(self.params)
-
-    def run(self) -> None:
-        self.optimizer.step()
-
-    def state(self, table: int, rows: Rows) -> State:
-        return _shown(self.params[table], self.optimizer, rows)
-
-
-class SparseAdam(Stepper):
+class SparseAdam(Sparse):
     def __init__(self, data: Data) -> None:
         super().__init__(data, torch.optim.SparseAdam)
 
 
-class FusedAdam(DenseStepper):
+class FusedAdam(Dense):
     def __init__(self, data: Data) -> None:
         super().__init__(data, lambda params: torch.optim.Adam(params, fused=True))
 
@@ -143,21 +137,3 @@ class Ember(Dense):
             relative = r / (r.mean() * (1 - BETA2**self.steps))
             roots = torch.outer(relative.sqrt_(), c.sqrt()).add_(EPS)
             param.addcdiv_(gradient, roots, value=-LR)
-
-    def state(self, table: int, rows: Rows) -> State:
-        return {"weights": self.params[table].detach()[rows].numpy()}
-
-
-def parameters(data: Data) -> list[nn.Parameter]:
-    return [nn.Parameter(torch.from_numpy(data.weights())) for _ in range(data.tables)]
-
-
-def _gradient(data: Data, ids: Tensor, values: Tensor) -> Tensor:
-    """Uncoalesced, as nn.Embedding(sparse=True) makes it."""
-    return torch.sparse_coo_tensor(ids.unsqueeze(0), values, (data.rows, data.dim), check_invariants=False)
-
-
-def _shown(param: nn.Parameter, optimizer: torch.optim.Optimizer, rows: Rows) -> State:
-    kept = optimizer.state[param]
-    found = {"weights": param, "first": kept.get("exp_avg"), "second": kept.get("exp_avg_sq")}
-    return {name: tensor.detach()[rows].numpy() for name, tensor in found.items() if isinstance(tensor, Tensor)}

@@ -10,24 +10,26 @@ command trains and measures; the second writes its tables and its picture into a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.bars import Bar
+from benchmarks.quality import models
 from benchmarks.quality.interactions import Interactions, movielens
-from benchmarks.quality.lazy import plot, problems, report
-from benchmarks.quality.lazy.contestants import CONTESTANTS, CONTROLS, Contestant, Settings
-from benchmarks.quality.lazy.findings import Finding, bars
-from benchmarks.quality.lazy.problems import Problem, rarity
-from benchmarks.quality.lazy.race import compete
-from benchmarks.quality.tuning import Outcome
-from benchmarks.suite import Part, Suite
+from benchmarks.quality.lazy import findings, plot
+from benchmarks.quality.lazy.findings import EQUAL, Finding, Problem, rarity
+from benchmarks.quality.ranking import METRICS
+from benchmarks.quality.rules import BESIDE_ADAM, CONTROLS, TWINS
+from benchmarks.quality.tuning import Search, compete
+from benchmarks.report import Grid
+from benchmarks.suite import Bar, Part, Suite
 from benchmarks.timing import threads
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from rich.console import Console
+
+RATES = (0.005, 0.01, 0.02)
+FULL, QUICK = Search(RATES, beyond=6, seeds=2), Search(RATES, beyond=1, seeds=1)
 
 
 class LazySuite(Suite):
@@ -37,15 +39,8 @@ class LazySuite(Suite):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
+        self.search, self.problems = (QUICK, findings.QUICK) if self.quick else (FULL, findings.FULL)
         self.found: list[Finding] = []
-
-    @property
-    def problems(self) -> Sequence[Problem]:
-        return problems.QUICK if self.quick else problems.FULL
-
-    @property
-    def tuning_seeds(self) -> int:
-        return 1 if self.quick else 2
 
     @functools.cached_property
     def interactions(self) -> Interactions:
@@ -56,34 +51,27 @@ class LazySuite(Suite):
             yield Part(problem.name, functools.partial(self._run, problem))
 
     def _run(self, problem: Problem) -> None:
-        data = self.interactions
-
-        def trial(contestant: Contestant, settings: Settings, seed: int) -> Outcome:
-            return problem.run(data, contestant, settings, seed)
-
+        trial = functools.partial(models.train, self.interactions, problem.shape)
         with threads(1):  # the tables are small: handing work to a second thread costs more than the work
-            entries = compete((*CONTESTANTS, *CONTROLS), trial, self.tuning_seeds, self.repeats)
-        self.found.append(Finding(problem.name, problem.title, problem.about, rarity(problem, data), entries))
+            entries = compete((*BESIDE_ADAM, *CONTROLS), trial, self.search, self.repeats)
+        rare = rarity(problem.shape, self.interactions)
+        finding = Finding(problem.name, problem.title, problem.about, rare, entries)
+        self.found.append(finding)
+        self.findings |= {
+            "seeds": self.repeats,
+            "tuning_seeds": self.search.seeds,
+            "shapes": {each.name: asdict(each.shape) for each in self.problems},
+            "problems": [each.as_json() for each in self.found],
+        }
+        for twins in list(TWINS)[:2]:  # DeferredAdam has to be dense Adam, in every seed
+            apart = max(finding.apart(twins, metric) for metric in METRICS)
+            self.bars.append(Bar(f"{twins}: {finding.about}, any metric, any seed", EQUAL, apart))
 
-    def bars(self) -> Iterator[Bar]:
-        for finding in self.found:
-            yield from bars(finding)
-
-    def show(self, console: Console) -> None:
-        for finding in self.found:
-            console.print(report.shown(finding))
-        if self.found:
-            console.print(report.shown_twins(self.found))
+    def tables(self) -> Iterator[Grid | str]:
+        for _, grid in findings.grids(self.found):
+            yield grid
 
     def draw(self, figure: Figure) -> bool:
         if self.found:
             plot.draw(figure, self.found)
         return bool(self.found)
-
-    def findings(self) -> dict[str, Any]:
-        return {
-            "seeds": self.repeats,
-            "tuning_seeds": self.tuning_seeds,
-            "shapes": {problem.name: asdict(problem.shape) for problem in self.problems},
-            "problems": [finding.as_json() for finding in self.found],
-        }

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from benchmarks.quality.lazy.contestants import ADAM, CONTESTANTS, Kind
 from benchmarks.quality.lazy.findings import Finding
 from benchmarks.quality.ranking import FULL_NDCG, NDCG, TAIL_FULL_NDCG
+from benchmarks.quality.rules import ADAM, BESIDE_ADAM, Kind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,13 +34,13 @@ def draw(figure: Figure, findings: Sequence[Finding]) -> None:
 
 def _draw_panel(axes: Axes, finding: Finding, metric: str) -> None:
     of_adam = finding.adam.figures[metric].mean
-    others = [contestant for contestant in CONTESTANTS if contestant is not ADAM]
+    others = [rule for rule in BESIDE_ADAM if rule is not ADAM]
     axes.axvline(0, color=COLOURS[ADAM.kind], linewidth=0.8)
-    for place, contestant in enumerate(others):
-        found = finding.against_adam(finding.entry(contestant.name), metric).over(of_adam / 100)
+    for place, rule in enumerate(others):
+        found = finding.against_adam(finding.entry(rule.name), metric).over(of_adam / 100)
         around = [[found.mean - found.low], [found.high - found.mean]]
-        axes.errorbar(found.mean, place, xerr=around, fmt="o", markersize=4, capsize=3, color=COLOURS[contestant.kind])
-    axes.set_yticks(range(len(others)), [contestant.name for contestant in others])
+        axes.errorbar(found.mean, place, xerr=around, fmt="o", markersize=4, capsize=3, color=COLOURS[rule.kind])
+    axes.set_yticks(range(len(others)), [rule.name for rule in others])
     axes.set_ylim(len(others) - 0.5, -0.5)
     axes.tick_params(labelsize=8)
     axes.tick_params(axis="y", length=0)

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.quality.interactions import DataError, Interactions, movielens
-from benchmarks.quality.lazy.contestants import CONTESTANTS, CONTROLS, TWINS, Contestant, Settings
-from benchmarks.quality.lazy.problems import FULL, Problem
-from benchmarks.quality.lazy.race import RATES
+from benchmarks.quality.lazy import RATES
+from benchmarks.quality.lazy.findings import FULL
+from benchmarks.quality.models import Shape, train
+from benchmarks.quality.rules import TWINS, Rule, Settings
 from benchmarks.timing import threads
 
 STEPS = (1, 10, 30, 100, 300)
@@ -36,30 +37,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DataError as error:
         print(f"rounding: {error}", file=sys.stderr)
         return 1
-    rules = {rule.name: rule for rule in (*CONTESTANTS, *CONTROLS)}
     print("| largest difference of a weight |", " | ".join(f"step {step}" for step in STEPS), "|")
-    for problem, twins in itertools.product((FULL[0], FULL[-1]), TWINS):
+    for problem, (about, twins) in itertools.product((FULL[0], FULL[-1]), TWINS.items()):
         with threads(1):
-            apart = distances(problem, data, rules[twins.one], rules[twins.other])
-        print(
-            f"| {twins.about}; {problem.about} |", " | ".join(f"{apart[step]:.0e}" for step in STEPS), "|", flush=True
-        )
+            apart = distances(problem.shape, data, *twins)
+        print(f"| {about}; {problem.about} |", " | ".join(f"{apart[step]:.0e}" for step in STEPS), "|", flush=True)
     return 0
 
 
 def distances(
-    problem: Problem, data: Interactions, one: Contestant, other: Contestant, steps: Collection[int] = STEPS
+    shape: Shape, data: Interactions, one: Rule, other: Rule, steps: Collection[int] = STEPS
 ) -> dict[int, float]:
-    first, second = (_tables(problem, data, contestant, steps) for contestant in (one, other))
+    first, second = (_tables(shape, data, rule, steps) for rule in (one, other))
     return {step: (first[step] - second[step]).abs().max().item() for step in steps}
 
 
-def _tables(problem: Problem, data: Interactions, contestant: Contestant, steps: Collection[int]) -> dict[int, Tensor]:
+def _tables(shape: Shape, data: Interactions, rule: Rule, steps: Collection[int]) -> dict[int, Tensor]:
     """All weights after each of the steps. To look at a table flushes what waits there, which changes no result."""
     taken: dict[int, Tensor] = {}
 
     def make(tables: Sequence[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
-        optimizer, count = contestant.make(tables, **options), itertools.count(1)
+        optimizer, count = rule.make(tables, **options), itertools.count(1)
 
         def look(*_: object) -> None:
             if (step := next(count)) in steps:
@@ -68,7 +66,7 @@ def _tables(problem: Problem, data: Interactions, contestant: Contestant, steps:
         optimizer.register_step_post_hook(look)
         return optimizer
 
-    problem.run(data, replace(contestant, make=make), SETTINGS, seed=0)
+    train(data, shape, replace(rule, make=make), SETTINGS, seed=0)
     return taken
 
 

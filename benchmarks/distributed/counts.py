@@ -1,0 +1,107 @@
+"""What is counted and not timed: how evenly ranks are loaded, and what a step of many tables sends."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.cases import Case, popularity, short
+from rowstep import SparseAdam
+from rowstep._layout import RowOrder
+from rowstep.distributed import ShardedEmbeddingCollection, bytes_per_step, count_traffic
+from tests.helpers.ranks import Ranks
+
+WIDTHS = (4, 8, 16, 24, 32, 64)
+FEWEST_ROWS, MOST_ROWS, FEWEST_IDS, MOST_IDS = 100, 100_000, 16, 2_048
+
+
+@dataclass(frozen=True)
+class Balance:
+    about: str
+    spread: float  # load of the busiest rank over the mean, in the worst step
+    blocks: float  # the same, had each rank a block of ids
+
+
+def balance(case: Case, ranks: int, steps: int) -> Balance:
+    """Every rank wants its distinct ids; the load of a rank is how many rows others, and itself, want of it."""
+    batches = [torch.cat([*map(torch.unique, _by_popularity(case, ranks, seed=step))]) for step in range(steps)]
+    about = f"{short(case.rows)} rows, {case.ids:,} Zipf ids per rank, sorted by popularity"
+    orders = RowOrder.spread(case.rows), RowOrder.by_id(case.rows)
+    return Balance(about, *(max(_busiest(wanted, order, ranks) for wanted in batches) for order in orders))
+
+
+def _busiest(wanted: Tensor, order: RowOrder, ranks: int) -> float:
+    owners = order.positions(wanted) // -(-order.rows // ranks)
+    load = owners.bincount(minlength=ranks).double()
+    return float(load.max() / load.mean())
+
+
+def _by_popularity(case: Case, batches: int, seed: int) -> Iterator[Tensor]:
+    """The most frequent row has id 0."""
+    generator = torch.Generator().manual_seed(seed)
+    draws = torch.rand(batches, case.ids, generator=generator, dtype=torch.float64)
+    yield from torch.searchsorted(torch.from_numpy(popularity(case.rows)), draws).clamp_(max=case.rows - 1)
+
+
+@dataclass(frozen=True)
+class Messages:
+    tables: int
+    ranks: int
+    collectives: float  # per step, of the rank with the most
+    sent: float  # bytes per step, mean of the ranks
+    formula: float  # what `bytes_per_step` says of them
+
+    @property
+    def off(self) -> float:
+        """Percent."""
+        return 100 * abs(self.sent / self.formula - 1)
+
+
+def messages(ranks: Ranks, count: int, tables: int, steps: int) -> Messages:
+    collectives, sent, formula = zip(*ranks.run(count, _counted, count, tables, steps), strict=True)
+    return Messages(tables, count, max(collectives), statistics.mean(sent), statistics.mean(formula))
+
+
+def _counted(rank: int, ranks: int, tables: int, steps: int) -> tuple[float, float, float]:
+    """Collectives and bytes sent by this rank per step, and what the formula says of the bytes."""
+    sizes, ids = _tables(tables)
+    collection = ShardedEmbeddingCollection(dict(sizes), plan=dict.fromkeys(sizes, "divided"))
+    optimizer = SparseAdam(collection.parameters())
+    batches = list(_batches(sizes, ids, steps, seed=rank))
+    with count_traffic() as traffic:
+        for batch in batches:
+            optimizer.zero_grad()
+            read: dict[str, Tensor] = collection(batch)
+            torch.autograd.backward([rows.sum() for rows in read.values()])
+            optimizer.step()
+    # Headers and votes go once for all tables, so they are left out of the others.
+    shared = (tables - 1) * bytes_per_step(0, 0, 0, ranks)
+    lookups = [(len(torch.unique(given)), sizes[name][1]) for batch in batches for name, given in batch.items()]
+    told = sum(bytes_per_step(distinct, 1, width, ranks) for distinct, width in lookups) / steps - shared
+    return sum(traffic.collectives.values()) / steps, traffic.total / steps, told
+
+
+def _tables(count: int) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
+    """Rows and width of each, and how many ids a rank looks up in it: the same on every rank."""
+    rng = np.random.default_rng(0)
+    names = [f"table {number}" for number in range(count)]
+    rows, ids = (
+        np.exp(rng.uniform(np.log(least), np.log(most), count)).astype(int).tolist()
+        for least, most in ((FEWEST_ROWS, MOST_ROWS), (FEWEST_IDS, MOST_IDS))
+    )
+    widths = rng.choice(WIDTHS, count).tolist()
+    return dict(zip(names, zip(rows, widths, strict=True), strict=True)), dict(zip(names, ids, strict=True))
+
+
+def _batches(
+    sizes: dict[str, tuple[int, int]], ids: dict[str, int], steps: int, seed: int
+) -> Iterator[dict[str, Tensor]]:
+    rng = np.random.default_rng(seed)
+    popular = {name: popularity(rows) for name, (rows, _) in sizes.items()}
+    for _ in range(steps):
+        yield {name: torch.from_numpy(popular[name].searchsorted(rng.random(count))) for name, count in ids.items()}
