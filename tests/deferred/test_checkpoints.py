@@ -58,11 +58,10 @@ def test_ours_loads_into_torchs_and_the_run_goes_on(options: dict[str, Any]) -> 
     assert_same_parameter(new, twins.model.weight, twins.theirs, twins.twin.weight)
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_torchs_loads_into_ours_and_the_run_goes_on(options: dict[str, Any], fused: bool) -> None:
+def test_torchs_loads_into_ours_and_the_run_goes_on(options: dict[str, Any]) -> None:
     twins = waiting(**options)
-    twins.theirs.param_groups[0]["fused"] = fused
+    twins.theirs.param_groups[0]["fused"] = "amsgrad" in options
     start = copy.deepcopy(twins.twin.state_dict())
     twins.ours = ours_for(twins)
     twins.model.load_state_dict(start)
@@ -73,18 +72,6 @@ def test_torchs_loads_into_ours_and_the_run_goes_on(options: dict[str, Any], fus
     twins.assert_same()
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_ours_loads_into_ours(options: dict[str, Any]) -> None:
-    twins = waiting(**options)
-    weights, state = through_a_file(twins.model.state_dict()), through_a_file(twins.ours.state_dict())
-    twins.model = embedding()
-    twins.model.load_state_dict(weights)
-    twins.ours = ours_for(twins)
-    twins.ours.load_state_dict(state)
-    twins.run(20, rows=40)
-    twins.assert_same()
-
-
 def test_a_state_is_loaded_while_rows_wait() -> None:
     """What they still have to do, they do first: loading an optimizer's state leaves the weights as they are."""
     twins = waiting(weight_decay=0.1)
@@ -92,33 +79,6 @@ def test_a_state_is_loaded_while_rows_wait() -> None:
     twins.each(lambda model, optimizer: optimizer.load_state_dict(copy.deepcopy(other)))
     twins.run(20, rows=40)
     twins.assert_same()
-
-
-def test_back_to_a_checkpoint() -> None:
-    twins = waiting(weight_decay=0.1)
-    saved = [
-        (through_a_file(model.state_dict()), through_a_file(optimizer.state_dict()))
-        for model, optimizer in ((twins.model, twins.ours), (twins.twin, twins.theirs))
-    ]
-    twins.run(10, rows=40)
-    for (model, optimizer), (weights, state) in zip(
-        ((twins.model, twins.ours), (twins.twin, twins.theirs)), saved, strict=True
-    ):
-        optimizer.load_state_dict(state)
-        model.load_state_dict(weights)
-    twins.run(20, rows=40)
-    assert twins.ours.state[twins.model.weight]["step"] == 36
-    twins.assert_same()
-
-
-def test_a_saved_state_is_not_changed_by_going_on() -> None:
-    twins = waiting()
-    saved = twins.ours.state_dict()
-    before = through_a_file(saved)
-    twins.ours.load_state_dict(saved)
-    twins.run(5, rows=40)
-    assert saved["param_groups"] == before["param_groups"]
-    assert before["state"][0]["step"] == 16
 
 
 def test_a_state_that_cannot_be_deferred_is_refused_and_nothing_has_changed() -> None:
@@ -137,7 +97,7 @@ def test_a_state_that_cannot_be_deferred_is_refused_and_nothing_has_changed() ->
     twins.assert_same()
 
 
-@pytest.mark.parametrize("step", [3, 3.0, torch.tensor(3), torch.tensor([3.0]), torch.tensor(3.0, dtype=torch.float64)])
+@pytest.mark.parametrize("step", [3, torch.tensor([3.0])])
 def test_a_loaded_step_may_be_any_number(step: Any) -> None:
     """SparseAdam's is an int."""
     twins = Twins(embedding())
@@ -163,10 +123,9 @@ def test_a_state_of_sparse_adam_goes_on() -> None:
     second.flush()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_loaded_state_takes_the_parameters_dtype(dtype: torch.dtype) -> None:
+def test_a_loaded_state_takes_the_parameters_dtype() -> None:
     twins = waiting(lr=0.01)
-    model = embedding(dtype=dtype)
+    model = embedding(dtype=torch.bfloat16)
     model.load_state_dict(twins.model.state_dict())
     optimizer = DeferredAdam(model)
     optimizer.load_state_dict(through_a_file(twins.ours.state_dict()))
@@ -175,17 +134,5 @@ def test_a_loaded_state_takes_the_parameters_dtype(dtype: torch.dtype) -> None:
         model(zipf(40, 4)).square().sum().backward()
         optimizer.step()
     optimizer.flush()
-    assert optimizer.state[model.weight]["exp_avg"].dtype == dtype
+    assert optimizer.state[model.weight]["exp_avg"].dtype == torch.bfloat16
     assert model.weight.isfinite().all()
-
-
-def test_a_state_dict_before_the_first_step() -> None:
-    twins = Twins(embedding())
-    other = embedding()
-    optimizer = DeferredAdamW(other)
-    optimizer.load_state_dict(through_a_file(twins.ours.state_dict()))
-    assert not optimizer.state
-    assert optimizer.param_groups[0]["weight_decay"] == 0.1
-    twins.ours.load_state_dict(through_a_file(twins.theirs.state_dict()))
-    twins.run(5, rows=40)
-    twins.assert_same()

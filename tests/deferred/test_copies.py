@@ -84,17 +84,6 @@ def test_the_optimizers_state_dict_is_flushed_and_so_are_the_weights() -> None:
     assert_same_weights(twins.model, twins.twin)
 
 
-def test_eval_is_flushed() -> None:
-    twins = waiting()
-    twins.model.eval()
-    assert not twins.model.users.training
-    assert_same_weights(twins.model, twins.twin)
-    twins.model.train()
-    assert twins.model.items[0].training
-    train(twins, 5)
-    twins.assert_same()
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled, through_a_file])
 def test_a_copy_of_the_model_is_flushed_and_plain(copied: Callable[[Any], Any]) -> None:
     twins = waiting()
@@ -143,21 +132,6 @@ def test_the_optimizer_may_come_first(copied: Callable[[Any], Any]) -> None:
     twins.assert_same()
 
 
-def test_a_copy_and_the_original_go_on_alike() -> None:
-    twins = waiting()
-    model, optimizer = copy.deepcopy((twins.model, twins.ours))
-    for _ in range(10):
-        ids = zipf(40, 6).reshape(2, 3)
-        for one, other in ((twins.model, twins.ours), (model, optimizer)):
-            other.zero_grad()
-            one(ids).square().sum().backward()
-            other.step()
-    twins.ours.flush()
-    optimizer.flush()
-    for one, other in zip(twins.model.parameters(), model.parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled, through_a_file])
 def test_a_copy_of_the_optimizer_alone(copied: Callable[[Any], Any]) -> None:
     twins = waiting()
@@ -182,15 +156,6 @@ def test_weights_that_are_loaded_while_rows_wait() -> None:
     other = Model().state_dict()
     twins.each(lambda model, optimizer: model.load_state_dict(other))
     assert_same_weights(twins.model, twins.twin)
-    train(twins, 15)
-    twins.assert_same()
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_weights_of_one_table_that_are_loaded_while_rows_wait(strict: bool) -> None:
-    twins = waiting()
-    other = {"weight": torch.randn(40, 3, dtype=torch.float64)}
-    twins.each(lambda model, optimizer: model.users.load_state_dict(other, strict=strict))
     train(twins, 15)
     twins.assert_same()
 

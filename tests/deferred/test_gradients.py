@@ -11,7 +11,6 @@ from torch.nn import Parameter
 
 from rowstep import DeferredAdam, DeferredAdamW
 from tests.helpers.deferred_cases import (
-    Forward,
     Twins,
     assert_same_parameter,
     bag,
@@ -34,26 +33,6 @@ def pair(*shape: int, **options: Any) -> tuple[Parameter, DeferredAdam, Paramete
     return param, ours, twin, theirs
 
 
-def test_gradient_accumulation() -> None:
-    twins = Twins(embedding())
-    for _ in range(20):
-        twins.each(lambda model, optimizer: optimizer.zero_grad())
-        for _ in range(3):
-            twins.backward(reading(zipf(40, 4)))
-        assert twins.model.weight.grad._nnz() > 8
-        twins.each(lambda model, optimizer: optimizer.step())
-    twins.assert_same()
-
-
-def test_a_step_that_keeps_its_gradient() -> None:
-    """Without zero_grad the old rows come again, and they were up to date at the last step, not at this one."""
-    twins = Twins(embedding(), weight_decay=0.1, allow_stale=True)
-    for _ in range(5):
-        twins.backward(reading(zipf(40, 3)))
-        twins.each(lambda model, optimizer: optimizer.step())
-    twins.assert_same()
-
-
 def test_empty_gradients_count_a_step_and_old_momentum_goes_on() -> None:
     twins = Twins(embedding())
     twins.run(3, rows=40)
@@ -64,16 +43,6 @@ def test_empty_gradients_count_a_step_and_old_momentum_goes_on() -> None:
     twins.assert_same()
 
 
-def test_the_first_gradient_may_be_empty() -> None:
-    param, ours, twin, theirs = pair(5, 2)
-    for ids in ([], [1, 2], [], [2, 3]):
-        grad = rows_of(param, ids)
-        step_caught_up(ours, param, grad)
-        step_caught_up(theirs, twin, grad)
-    ours.flush()
-    assert_same_parameter(ours, param, theirs, twin)
-
-
 def test_no_gradient_is_no_step() -> None:
     twins = Twins(embedding())
     twins.each(lambda model, optimizer: optimizer.step())
@@ -82,18 +51,6 @@ def test_no_gradient_is_no_step() -> None:
     twins.each(lambda model, optimizer: (optimizer.zero_grad(), optimizer.step(), optimizer.step()))
     assert twins.ours.state[twins.model.weight]["step"] == 3
     twins.run(3, rows=40)
-    twins.assert_same()
-
-
-def test_zeroed_gradients_count_a_step() -> None:
-    twins = Twins(embedding())
-    twins.run(3, rows=40)
-    twins.each(lambda model, optimizer: optimizer.zero_grad(set_to_none=False))
-    assert twins.model.weight.grad._nnz() == 0
-    twins.each(lambda model, optimizer: optimizer.step())
-    assert twins.ours.state[twins.model.weight]["step"] == 4
-    twins.backward(reading(zipf(40, 4)))
-    twins.each(lambda model, optimizer: optimizer.step())
     twins.assert_same()
 
 
@@ -127,22 +84,6 @@ def test_a_scaler_that_skips_steps() -> None:
     twins.assert_same()
 
 
-def product(batch: Tensor) -> Forward:
-    return lambda model: model[0](batch) * model[1](batch)
-
-
-def test_a_parameter_that_is_frozen_and_thawed() -> None:
-    twins = Twins(nn.ModuleList([embedding(), embedding()]))
-    for step in range(30):
-        if step in (10, 20):
-            for model in (twins.model, twins.twin):
-                model[0].weight.requires_grad_(step == 20)
-        twins.step(product(zipf(40, 4)))
-    steps = [int(twins.ours.state[module.weight]["step"]) for module in twins.model]
-    assert steps == [20, 30]
-    twins.assert_same()
-
-
 def test_dense_gradients_for_a_table_that_had_sparse_ones_and_back() -> None:
     twins = Twins(embedding())
     for step in range(30):
@@ -151,31 +92,7 @@ def test_dense_gradients_for_a_table_that_had_sparse_ones_and_back() -> None:
     twins.assert_same()
 
 
-def test_dense_gradients_first() -> None:
-    twins = Twins(embedding(sparse=False))
-    twins.run(5, rows=40)
-    twins.model.sparse = True
-    twins.run(10, rows=40)
-    twins.assert_same()
-
-
-def test_a_gradient_for_the_whole_table_now_and_then() -> None:
-    param, ours, twin, theirs = pair(8, 2)
-    for step in range(12):
-        if step % 4 == 3:
-            grad = torch.randn_like(param)
-            ours.flush(param)
-            step_with(ours, param, grad)
-            step_with(theirs, twin, grad)
-        else:
-            grad = rows_of(param, [step % 8, 2])
-            step_caught_up(ours, param, grad)
-            step_caught_up(theirs, twin, grad)
-    ours.flush()
-    assert_same_parameter(ours, param, theirs, twin)
-
-
-@pytest.mark.parametrize(("shape", "sparse_dim"), [((6, 4), 2), ((6, 4), 0), ((6, 2, 3), 2), ((6, 2, 3), 3), ((7,), 1)])
+@pytest.mark.parametrize(("shape", "sparse_dim"), [((6, 4), 2), ((6, 4), 0), ((6, 2, 3), 2), ((7,), 1)])
 def test_gradients_over_other_dimensions(shape: tuple[int, ...], sparse_dim: int) -> None:
     """Whatever it names, a sparse gradient is zero elsewhere; rows are those of the first dimension."""
     param, ours, twin, theirs = pair(*shape)
@@ -254,7 +171,6 @@ def test_a_closure() -> None:
     twins.assert_same()
 
 
-@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("sparse_dim", [0, 1, 2])
 def test_sixteen_bit_duplicates_are_summed_in_float32(sparse_dim: int) -> None:
     param = nn.Parameter(torch.zeros(3, 2, dtype=torch.bfloat16))

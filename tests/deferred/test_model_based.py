@@ -138,26 +138,6 @@ class DeferredAdamRun(Program):
 
     wait_2 = wait_3 = wait
 
-    @rule(number=which, sketch=sketches(sizes=FINITE))
-    def step_while_all_is_up_to_date(self, number: int, sketch: Sketch) -> None:
-        index = self.index(number)
-        model = self.models[index]
-        gradient = self.gradient(index, sketch)
-        if not self.can_be_taken(model, gradient):
-            return
-
-        def train(side: Side) -> None:
-            with side.optimizer.up_to_date(side.param(index)):
-                side.give({index: gradient})
-                side.optimizer.step()
-
-        model.flush()
-        model.begin()
-        model.waits = True
-        model.step(gradient)
-        model.flush()
-        self.each(train)
-
     # Reading
 
     @rule(number=which, ids=row_lists)

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from rowstep import DeferredAdam, DeferredAdamW
-from tests.helpers.deferred_cases import Forward, Twins, bag, distance, embedding, in_memory, optimizers, reading, zipf
+from tests.helpers.deferred_cases import BAR, Forward, Twins, bag, distance, embedding, in_memory, reading, zipf
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -82,7 +80,7 @@ def test_every_kind_of_lookup(module: Callable[[], nn.Module], lookup: Callable[
     twins = Twins(module())
     for _ in range(40):
         twins.step(lookup())
-    assert (twins.ours._deferrals[twins.model.weight].notes < 40).any()
+    assert distance(in_memory(twins.model.weight), twins.twin.weight) > BAR  # rows wait
     twins.assert_same()
 
 
@@ -94,15 +92,6 @@ def test_rows_that_are_never_touched_decay() -> None:
     torch.testing.assert_close(in_memory(twins.model.weight)[5], start[5], rtol=0, atol=0)
     twins.assert_same()
     torch.testing.assert_close(twins.model.weight[5], start[5] * 0.95**20, rtol=1e-13, atol=0)
-
-
-def test_rows_that_are_never_touched_stay_without_decay() -> None:
-    twins = Twins(embedding(6), lr=0.1)
-    start = twins.model.weight.detach().clone()
-    for _ in range(20):
-        twins.look_up(1, 3)
-    twins.assert_same()
-    assert torch.equal(twins.model.weight[[0, 2, 4, 5]], start[[0, 2, 4, 5]])
 
 
 class Shop(nn.Module):
@@ -125,53 +114,6 @@ def test_nested_modules_that_share_a_weight_and_several_lookups() -> None:
     twins = Twins(Shop())
     for _ in range(60):
         twins.step(reading(zipf(30, 4), zipf(50, 4), zipf(50, 8).reshape(4, 2)))
-    assert len(twins.ours._deferrals) == 2
-    twins.assert_same()
-
-
-def test_parameters_instead_of_a_model() -> None:
-    model, twin = Shop(), Shop()
-    twin.load_state_dict(model.state_dict())
-    for module in twin.modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            module.sparse = False
-    ours, theirs = optimizers(model.parameters(), twin, weight_decay=0.1)
-    ours.attach(model)  # as was needed once; no harm now
-    for _ in range(30):
-        batch = zipf(30, 4), zipf(50, 4), zipf(50, 8).reshape(4, 2)
-        reads = [model(*batch), twin(*batch)]
-        assert distance(*reads) <= 1e-13
-        for read, optimizer in zip(reads, (ours, theirs), strict=True):
-            optimizer.zero_grad()
-            read.square().sum().backward()
-            optimizer.step()
-    ours.flush()
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert distance(one, other) <= 1e-13
-
-
-def test_weights_tied_to_a_linear_layer() -> None:
-    """The gradient is then dense, so nothing waits and nothing has to be said."""
-
-    def tied() -> nn.Sequential:
-        model = nn.Sequential(embedding(20, 3), nn.Linear(3, 20, bias=False, dtype=torch.float64))
-        model[1].weight = model[0].weight
-        return model
-
-    twins = Twins(tied())
-    for _ in range(20):
-        twins.step(reading(zipf(20, 4)))
-    twins.assert_same()
-
-
-def logits(batch: Tensor) -> Forward:
-    return lambda model: functional.linear(model(batch), model.weight)
-
-
-def test_weights_tied_to_a_linear_layer_that_is_used_now_and_then() -> None:
-    twins = Twins(embedding(20))
-    for step in range(40):
-        twins.step(logits(zipf(20, 4)) if step % 5 == 4 else reading(zipf(20, 4)))
     twins.assert_same()
 
 
@@ -179,25 +121,8 @@ def test_a_module_that_is_read_without_gradients() -> None:
     twins = Twins(embedding())
     for step in range(30):
         twins.look_up(*zipf(30, 4).tolist())
-        with torch.no_grad() if step % 2 else torch.inference_mode():
+        with torch.no_grad():
             assert distance(*(model(torch.tensor([step, 3, 39])) for model in (twins.model, twins.twin))) <= 1e-13
-    twins.assert_same()
-
-
-def test_a_subclass_of_embedding() -> None:
-    class Scaled(nn.Embedding):
-        def forward(self, input: Tensor) -> Tensor:
-            return super().forward(input) * 3
-
-    twins = Twins(Scaled(40, 3, sparse=True, dtype=torch.float64))
-    twins.run(30, rows=40)
-    assert isinstance(twins.model, Scaled)
-    twins.assert_same()
-
-
-def test_a_dense_embedding() -> None:
-    twins = Twins(embedding(sparse=False))
-    twins.run(10, rows=40)
     twins.assert_same()
 
 
@@ -208,12 +133,3 @@ def test_an_empty_table() -> None:
             lambda model: model(torch.empty(0, dtype=torch.int64)) + model.weight.new_zeros(1, model.weight.shape[1])
         )
         twins.assert_same()
-
-
-@pytest.mark.parametrize("cls", [DeferredAdam, DeferredAdamW])
-def test_a_network_without_tables(cls: type[DeferredAdam]) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = cls(model)
-    model(torch.ones(2)).sum().backward()
-    optimizer.step()
-    assert not optimizer._deferrals

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,15 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import (
-    CosineAnnealingWarmRestarts,
-    CyclicLR,
-    ExponentialLR,
-    LinearLR,
-    OneCycleLR,
-    ReduceLROnPlateau,
-    StepLR,
-)
+from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, OneCycleLR, ReduceLROnPlateau
 
 from rowstep import DeferredAdam, DeferredAdamW
 from tests.helpers.deferred_cases import (
@@ -56,7 +47,6 @@ def test_groups_with_their_own_options() -> None:
         ]
 
     ours, theirs = optimizers(groups(models[0]), groups(models[1]), weight_decay=0.1, lr=0.01)
-    ours.attach(models[0])
     for _ in range(40):
         batch = zipf(40, 4)
         reads = [model[3](model[0](batch) + model[1](batch) * model[2](batch.flip(0))) for model in models]
@@ -82,7 +72,6 @@ def test_a_group_that_is_added_later() -> None:
     twins.run(5, rows=40)
     twins.ours.add_param_group({"params": [other.weight], "lr": 0.1})
     twins.theirs.add_param_group({"params": [twin.weight], "lr": 0.1})
-    twins.ours.attach(other)
     for _ in range(20):
         batch = zipf(40, 4)
         factors = {twins.model: other(batch), twins.twin: twin(batch)}
@@ -90,15 +79,6 @@ def test_a_group_that_is_added_later() -> None:
         twins.step(times(batch, factors))
     twins.assert_same()
     assert distance(other.weight, twin.weight) <= 1e-13
-
-
-def test_another_lr_and_weight_decay_at_every_step() -> None:
-    twins = Twins(embedding())
-    numbers = random.Random(0)
-    for _ in range(60):
-        twins.set(lr=numbers.choice([0.0, 1e-4, 0.01, 0.3]), weight_decay=numbers.choice([0.0, 0.1, 2.0]))
-        twins.look_up(*zipf(40, 4).tolist())
-    twins.assert_same()
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])
@@ -130,12 +110,8 @@ def test_a_float32_tensor_as_lr() -> None:
 
 Scheduler = Callable[[Optimizer], Any]
 SCHEDULERS: dict[str, Scheduler] = {
-    "step": lambda optimizer: StepLR(optimizer, 7),
-    "warm-up": lambda optimizer: LinearLR(optimizer, 0.01, 1.0, 20),
-    "exponential": lambda optimizer: ExponentialLR(optimizer, 0.9),
     "restarts": lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 9),
     "one cycle, with momentum": lambda optimizer: OneCycleLR(optimizer, 0.05, 50),
-    "cyclic": lambda optimizer: CyclicLR(optimizer, 1e-4, 0.05, 5, cycle_momentum=False),
     "plateau": lambda optimizer: ReduceLROnPlateau(optimizer, patience=2),
 }
 
@@ -194,24 +170,13 @@ def test_amsgrad_that_is_switched_on() -> None:
     twins.assert_same()
 
 
-def test_amsgrad_that_is_switched_on_before_the_first_row_waits() -> None:
-    twins = Twins(embedding())
-    twins.model.sparse = False
-    twins.look_up(*range(40))
-    twins.set(amsgrad=True)
-    twins.theirs.state[twins.twin.weight]["max_exp_avg_sq"] = torch.zeros_like(twins.twin.weight)
-    twins.model.sparse = True
-    twins.run(20, rows=30)
-    twins.assert_same()
-
-
 def test_options_that_change_before_a_read_without_gradients() -> None:
     """What is made then must serve the steps that follow."""
     twins = Twins(embedding())
     twins.run(20, rows=40)
     twins.set(amsgrad=True, eps=1e-6)
     twins.theirs.state[twins.twin.weight]["max_exp_avg_sq"] = torch.zeros_like(twins.twin.weight)
-    with torch.inference_mode():
+    with torch.no_grad():
         assert distance(*(model(torch.arange(40)) for model in (twins.model, twins.twin))) <= BAR
     twins.run(20, rows=40)
     twins.assert_same()
@@ -222,6 +187,8 @@ def test_options_that_change_before_a_read_without_gradients() -> None:
     [
         (DeferredAdamW, {"betas": (0.99, 0.9)}, r"beta1 < sqrt\(beta2\)"),
         (DeferredAdamW, {"weight_decay": 1e4}, r"lr \* weight_decay is 10.0"),
+        (DeferredAdamW, {"lr": -0.1}, "Invalid learning rate: -0.1"),
+        (DeferredAdam, {"eps": 0.0}, "eps is 0"),
         (DeferredAdam, {"weight_decay": 0.1}, "Use DeferredAdamW"),
     ],
 )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rowstep import DeferredAdam
-from tests.helpers.deferred_cases import BAR, Twins, embedding, only_long, optimizers, step_caught_up
+from tests.helpers.deferred_cases import Twins, embedding, only_long, optimizers, step_caught_up
 from tests.helpers.gradients import copy_of, rows_of, same_bits, step_with
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -26,7 +26,7 @@ def wait(optimizer: Optimizer, param: Tensor, steps: int) -> None:
 
 
 # Betas, and after how many steps their e have outgrown float32, or float64 for the smaller ones.
-STEEP: list[Any] = [((0.95, 0.95), 900), ((0.8, 0.8), 300), ((0.5, 0.5), 250), ((0.3, 0.1), 150)]
+STEEP: list[Any] = [((0.95, 0.95), 900), ((0.3, 0.1), 150)]
 STEEP += [
     pytest.param(betas, 900, marks=only_long)
     for betas in [(0.9, 0.92), (0.9, 0.9), (0.95, 0.94), (0.8, 0.8), (0.5, 0.5), (0.98, 0.98), (0.9, 0.85), (0.3, 0.1)]
@@ -55,26 +55,8 @@ def test_rows_that_nobody_touches_stay_as_they_are(betas: tuple[float, float], s
             assert moments[index][key].isfinite().all()
 
 
-@pytest.mark.parametrize("size", [1e-28, 1e12])
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("betas", [(0.95, 0.95), (0.3, 0.1)], ids=str)
-def test_a_row_touched_once_follows_dense_adam(betas: tuple[float, float], dtype: torch.dtype, size: float) -> None:
-    """Whatever the size of its gradient, and however its gap is cut."""
-    param, twin = nn.Parameter(torch.ones(2, 3, dtype=dtype)), nn.Parameter(torch.ones(2, 3, dtype=torch.float64))
-    eps = 1e-8 if dtype == torch.float32 else 1e-30
-    ours, theirs = optimizers([param], [twin], weight_decay=0.1, lr=0.01, betas=betas, eps=eps)
-    step_caught_up(ours, param, rows_of(param, [0], size))
-    step_caught_up(theirs, twin, rows_of(twin, [0], size))
-    for steps in (1, 7, 150):
-        wait(ours, param, steps)
-        wait(theirs, twin, steps)
-        ours.flush()
-        torch.testing.assert_close(param.double(), twin, rtol=0, atol=BAR if dtype == torch.float64 else 1e-6)
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("eps", [1e-50, 1e-38, 1e4])
-@pytest.mark.parametrize("lr", [1e-30, 1e30])
+@pytest.mark.parametrize(("eps", "lr"), [(1e-50, 1e30), (1e-38, 1e-30), (1e4, 1e30)])
 def test_eps_and_lr_may_be_extreme(dtype: torch.dtype, eps: float, lr: float) -> None:
     """An eps that float32 rounds to 0 divides no row that has no gradient."""
     param = nn.Parameter(torch.ones(3, 2, dtype=dtype))
@@ -86,38 +68,7 @@ def test_eps_and_lr_may_be_extreme(dtype: torch.dtype, eps: float, lr: float) ->
     assert param.isfinite().all()
 
 
-@pytest.mark.parametrize("size", [1e-28, 1e-30, 1e-36])
-@pytest.mark.parametrize("eps", [1e-30, 1e-20])
-def test_momentum_is_kept_as_long_as_it_moves_anything(size: float, eps: float) -> None:
-    param, twin = (nn.Parameter(torch.zeros(2, 3, dtype=torch.float64)) for _ in range(2))
-    ours, theirs = optimizers([param], [twin], lr=0.1, eps=eps)
-    step_caught_up(ours, param, rows_of(param, [0], size))
-    step_caught_up(theirs, twin, rows_of(twin, [0], size))
-    for _ in range(20):
-        wait(ours, param, 3)
-        wait(theirs, twin, 3)
-        ours.flush()
-    torch.testing.assert_close(param, twin, rtol=BAR, atol=0)
-    torch.testing.assert_close(ours.state[param]["exp_avg"], theirs.state[twin]["exp_avg"], rtol=BAR, atol=0)
-
-
-@pytest.mark.parametrize(("dtype", "exponent"), [(torch.float32, -126), (torch.float64, -1022)], ids=str)
-@pytest.mark.parametrize("eps", [1e-8, 1e-30])
-def test_only_momentum_without_all_its_digits_is_dropped(dtype: torch.dtype, exponent: int, eps: float) -> None:
-    """And that only where a momentum of its size is nothing beside eps. Halves are exact: so is the threshold."""
-    param = nn.Parameter(torch.zeros(2, 1, dtype=dtype))
-    optimizer = DeferredAdam([param], betas=(0.5, 0.9), eps=eps)
-    step_caught_up(optimizer, param, rows_of(param, [0, 1], 1.0))
-    momentum = torch.tensor([[2.0 ** (exponent + 3)], [2.0 ** (exponent + 2)]], dtype=dtype)
-    optimizer.state[param]["exp_avg"].copy_(momentum)
-    wait(optimizer, param, 3)
-    optimizer.flush()
-    is_dust = eps == 1e-8 or dtype == torch.float64
-    left = [[2.0**exponent], [0.0 if is_dust else 2.0 ** (exponent - 1)]]
-    assert same_bits(optimizer.state[param]["exp_avg"], torch.tensor(left, dtype=dtype))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, *DTYPES], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.5)], ids=str)
 def test_what_is_not_finite_is_where_it_is_in_dense_adam(betas: tuple[float, float], dtype: torch.dtype) -> None:
     """After 1,100 steps half to their power is no float64 any more, and 0 times infinity no number."""
@@ -159,25 +110,12 @@ def test_betas_that_change_in_the_middle_of_a_run() -> None:
     twins.assert_same()
 
 
-@only_long
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_rows_that_wait_longer_than_the_schedule_remembers(dtype: torch.dtype) -> None:
-    param, twin = (nn.Parameter(torch.ones(5, 2, dtype=one)) for one in (dtype, torch.float64))
-    ours, theirs = optimizers([param], [twin], weight_decay=1e-3, lr=0.01, betas=(0.5, 0.5))
-    step_caught_up(ours, param, rows_of(param, [0, 1], 1e-3))
-    step_caught_up(theirs, twin, rows_of(twin, [0, 1], 1e-3))
-    wait(ours, param, 35_000)
-    wait(theirs, twin, 35_000)
-    ours.flush()
-    torch.testing.assert_close(param.double(), twin, rtol=1e-6 if dtype == torch.float32 else 1e-11, atol=1e-8)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_second_moment_that_overflows_keeps_its_row_in_place(dtype: torch.dtype) -> None:
     """As in dense Adam: the row rests, where a NaN would spread through the model."""
     param = embedding(4, 2, dtype=dtype).weight
     twin = copy_of(param)
-    ours, theirs = optimizers([param], [twin], eps=1e-3)  # 1e-8 is 0 in float16
+    ours, theirs = optimizers([param], [twin], eps=1e-3)
     size = 64 * torch.finfo(dtype).max ** 0.5
     for step, scale in enumerate([size, 1.0, 1.0, 1.0]):
         ids = [0, 2] if step != 2 else [1]

@@ -221,24 +221,6 @@ def another_dtype_and_back(run: Run) -> Iterator[Tensor]:
 
 
 @program
-def weight_norm(run: Run) -> Iterator[Tensor]:
-    out = nn.Linear(WIDTH, 2, dtype=torch.float64)
-    nn.utils.parametrizations.weight_norm(out)
-    model = nn.Sequential(run.table, out)
-    optimizer = run.make(model.parameters())
-    for _ in range(STEPS):
-        yield run.train(model, optimizer)
-
-
-@program
-def a_parametrized_table(run: Run) -> Iterator[Tensor]:
-    optimizer = run.make(run.table.parameters())
-    yield run.train(run.table, optimizer, STEPS)
-    nn.utils.parametrizations.weight_norm(run.table)  # splits the table in two: its optimizer has lost it
-    yield run.table.weight
-
-
-@program
 def functional_calls(run: Run) -> Iterator[Tensor]:
     optimizer = run.make(run.table.parameters())
     for _ in range(STEPS):
@@ -284,18 +266,6 @@ def two_optimizers_take_turns(run: Run) -> Iterator[Tensor]:
     for step in range(STEPS):
         yield run.train(run.table, both[step % 3 == 0])
     yield run.table.weight
-
-
-@program
-def two_optimizers_of_different_tables(run: Run) -> Iterator[Tensor]:
-    other = nn.Embedding(ROWS, WIDTH, sparse=run.sparse, dtype=torch.float64)
-    optimizer, second = run.make(run.table.parameters()), run.make(other.parameters(), lr=0.01)
-    for _ in range(STEPS):
-        second.zero_grad()
-        yield run.train(lambda ids: run.table(ids) * other(ids.flip(0)), optimizer)
-        second.step()
-    yield run.table.weight
-    yield other.weight
 
 
 @program

@@ -18,7 +18,6 @@ from tests.helpers.deferred_cases import (
     assert_same_parameter,
     distance,
     embedding,
-    in_memory,
     optimizers,
     zipf,
 )
@@ -80,35 +79,18 @@ def test_the_error_knows_a_parameter_by_its_name() -> None:
     assert issubclass(StaleRowsError, RuntimeError)
 
 
-def test_the_run_goes_on_after_the_error() -> None:
-    twins = after_some_steps()
-    ids = torch.tensor([3, 35, 38])
-    torch.autograd.backward(unseen(ids)(twins.model).sum())
-    with pytest.raises(StaleRowsError, match="of the gradient's"):
-        twins.ours.step()
-    twins.ours.catch_up(twins.model.weight, ids)
-    twins.step(unseen(ids))
-    twins.assert_same()
-
-
-@pytest.mark.parametrize("way", ["catch_up", "flush", "flush one", "up_to_date"])
+@pytest.mark.parametrize("way", ["catch_up", "flush", "flush one"])
 def test_reads_that_are_not_seen(way: str) -> None:
     twins = after_some_steps()
     weight = twins.model.weight
     for _ in range(20):
         ids = zipf(40, 6).flip(0).reshape(2, 3)
-
         if way == "catch_up":
             twins.ours.catch_up(weight, ids)
         elif way == "flush":
             twins.ours.flush()
-        elif way == "flush one":
-            twins.ours.flush(weight)
         else:
-            with twins.ours.up_to_date(weight) as same:
-                assert same is weight
-                twins.step(unseen(ids))
-            continue
+            twins.ours.flush(weight)
         twins.step(unseen(ids))
     twins.assert_same()
 
@@ -122,57 +104,7 @@ def test_a_dense_gradient_of_stale_rows_is_an_error_too() -> None:
     with pytest.raises(StaleRowsError, match=r"of the gradient's 40 rows were not up to date"):
         twins.ours.step()
     before.assert_unchanged()
-    with twins.ours.up_to_date(twins.model.weight):
-        twins.step(lambda model: model.weight)
-    twins.assert_same()
-
-
-def test_steps_inside_of_a_block_keep_the_whole_table_current() -> None:
-    twins = after_some_steps()
-    with twins.ours.up_to_date(twins.model.weight):
-        for _ in range(5):
-            assert distance(twins.model.weight, twins.twin.weight) <= BAR
-            twins.look_up(*zipf(40, 4).tolist())
-        with twins.ours.up_to_date(twins.model.weight):
-            twins.look_up(1, 2)
-        assert distance(twins.model.weight, twins.twin.weight) <= BAR
-        twins.look_up(5)
-        twins.set(betas=(0.5, 0.99))
-        twins.look_up(6)
-        twins.step(lambda model: model.weight[:7])
-        assert distance(twins.model.weight, twins.twin.weight) <= BAR
-    twins.look_up(5)
-    assert distance(in_memory(twins.model.weight), twins.twin.weight) > BAR
-    twins.assert_same()
-
-
-def test_a_block_ends_with_an_error_and_the_rows_wait_again() -> None:
-    twins = after_some_steps()
-    with pytest.raises(KeyError), twins.ours.up_to_date(twins.model.weight):
-        raise KeyError
-    twins.look_up(5)
-    assert distance(in_memory(twins.model.weight), twins.twin.weight) > BAR
-
-
-def test_a_block_before_the_first_step() -> None:
-    twins = Twins(embedding())
-    with twins.ours.up_to_date(twins.model.weight):
-        for _ in range(5):
-            twins.look_up(*zipf(40, 4).tolist())
-            assert distance(twins.model.weight, twins.twin.weight) <= BAR
-    twins.run(5, rows=40)
-    twins.assert_same()
-
-
-def test_a_block_in_inference_mode_before_the_first_step() -> None:
-    """An evaluation before the training."""
-    twins = Twins(embedding())
-    with torch.inference_mode(), twins.ours.up_to_date(twins.model.weight):
-        twins.model(torch.tensor([1, 2]))
-    twins.run(5, rows=40)
-    with torch.inference_mode():
-        twins.ours.flush()
-    twins.run(5, rows=40)
+    twins.step(lambda model: model.weight)
     twins.assert_same()
 
 
@@ -208,13 +140,6 @@ def test_a_gradient_that_comes_a_step_late(allow_stale: bool) -> None:
     twins.assert_same()
 
 
-def test_a_hook_that_changes_the_ids() -> None:
-    twins = after_some_steps()
-    twins.each(lambda model, _: model.register_forward_pre_hook(lambda module, args: (args[0] + 5,)))
-    twins.look_up(30)
-    twins.assert_same()
-
-
 @pytest.mark.parametrize("ids", [[40], [-1], [3, 41, 2]])
 def test_ids_outside_of_the_table(ids: list[int]) -> None:
     twins = after_some_steps()
@@ -232,29 +157,9 @@ def test_ids_outside_of_the_table(ids: list[int]) -> None:
     twins.assert_same()
 
 
-def test_what_is_not_an_id_meets_torchs_own_error() -> None:
-    twins = after_some_steps()
-    for bad in (torch.tensor([0.5]), [1, 2], None):
-        with pytest.raises((RuntimeError, TypeError)) as expected:
-            twins.twin(bad)
-        with pytest.raises(type(expected.value), match=re.escape(str(expected.value)[:60])):
-            twins.model(bad)
-
-
-@pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.Sequential(), embedding(3)])
-def test_attaching_a_module_without_our_tables(module: nn.Module) -> None:
-    optimizer = DeferredAdam([table(3, 3)])
-    with pytest.raises(ValueError, match=rf"{type(module).__name__} has no parameter that belongs to this optimizer"):
-        optimizer.attach(module)
-
-
 def test_a_parameter_of_someone_else() -> None:
     optimizer = DeferredAdamW([table(3, 2)])
-    for call in (
-        lambda param: optimizer.catch_up(param, torch.tensor([0])),
-        optimizer.flush,
-        lambda param: optimizer.up_to_date(param).__enter__(),
-    ):
+    for call in (lambda param: optimizer.catch_up(param, torch.tensor([0])), optimizer.flush):
         with pytest.raises(ValueError, match=r"the parameter of shape \(4, 2\) does not belong to this optimizer"):
             call(table(4, 2))
 
@@ -275,18 +180,6 @@ def test_only_a_step_counts_as_a_write() -> None:
         kept.backward()
 
 
-def test_ids_are_left_as_they_were() -> None:
-    """A buffer of ids may be filled again, also with more of them, as torch's lookups allow."""
-    twins = after_some_steps()
-    ids = torch.tensor([3, 35, 35, 2], dtype=torch.int64)
-    twins.step(lambda model: model(ids))
-    twins.ours.catch_up(twins.model.weight, ids)
-    assert ids.tolist() == [3, 35, 35, 2]
-    torch.arange(9, out=ids.resize_(0))
-    twins.step(lambda model: model(ids))
-    twins.assert_same()
-
-
 @pytest.mark.parametrize("change", [{"betas": (0.8, 0.99)}, {"eps": 1e-4}, {"amsgrad": True}], ids=str)
 def test_a_stale_read_is_noticed_after_options_have_changed(change: dict[str, Any]) -> None:
     """As a schedule of the betas does between a backward pass and its step."""
@@ -296,16 +189,6 @@ def test_a_stale_read_is_noticed_after_options_have_changed(change: dict[str, An
     twins.ours.param_groups[0].update(change)
     with pytest.raises(StaleRowsError, match="1 of the gradient's 1 rows"):
         twins.ours.step()
-
-
-def test_ids_outside_a_table_are_an_error_whether_rows_wait_or_not() -> None:
-    param = table(4, 2)
-    optimizer = DeferredAdam([param])
-    for _ in range(2):
-        for ids in ([4], [0, -1]):
-            with pytest.raises(IndexError, match=f"id {ids[-1]} is outside the table; expected 0 <= id < 4"):
-                optimizer.catch_up(param, torch.tensor(ids))
-        step_with(optimizer, param, rows_of(param, [1]))
 
 
 def test_rows_to_catch_up_may_be_a_mask_and_must_be_numbers() -> None:

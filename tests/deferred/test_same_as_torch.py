@@ -6,6 +6,7 @@ without it every value of every option is run, for long enough that rows wait be
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -13,25 +14,21 @@ import torch
 from torch import nn
 
 from tests.helpers.deferred_cases import LONG, RATE, SCHEDULES, Twins, embedding, only_long, optimizers, reading, zipf
-from tests.helpers.gradients import rows_of, same_bits, step_with
+from tests.helpers.gradients import rows_of, same_bits
 
 # Each names what it changes: of the optimizer's options, or of how the run is driven.
 VARIANTS: list[dict[str, Any]] = [
     *({"schedule": name} for name in SCHEDULES),
-    *({"scale": scale} for scale in (1e-9, 1e-6, 1e-3)),
+    *({"scale": scale} for scale in (1e-9, 1e-6)),
     {"eps": 1e-6, "scale": 1e-6},
     {"eps": 1e-3, "scale": 1e-3},
-    {"eps": 1e-3, "schedule": "warm-up"},
-    {"weight_decay": 0.01},
     {"weight_decay": 1.0},
     {"weight_decay": 1.0, "schedule": "on/off", "scale": 1e-9},
     {"weight_decay": 0.01, "schedule": "restart", "betas": (0.5, 0.99)},
     {"amsgrad": True},
     {"amsgrad": True, "weight_decay": 1.0, "scale": 1e-6, "schedule": "cosine"},
     {"maximize": True},
-    {"betas": (0.9, 0.95), "scale": 1e-6},
     {"betas": (0.9, 0.95), "eps": 1e-3, "scale": 1e-9, "schedule": "warm-up"},
-    {"betas": (0.5, 0.99)},
     {"betas": (0.5, 0.99), "eps": 1e-3, "scale": 1e-6},
     {"betas": (0.0, 0.99), "scale": 1e-6},
 ]
@@ -47,18 +44,15 @@ def run(
     twins = Twins(embedding(rows), lr=RATE, **options)
     # Under `maximize` the loss turns its sign too, so that the weights stay where they can be compared.
     sign = -1 if options.get("maximize") else 1
-    t, window = 0, 0
-    while t < (steps or 40 + window):
+    beta1, beta2 = twins.ours.param_groups[0]["betas"]
+    ratio = beta1 if options.get("amsgrad") else beta1 / math.sqrt(beta2)
+    window = math.ceil(math.log(1e-17) / math.log(ratio)) if ratio else 1
+    for t in range(steps or 40 + window):
         twins.set(lr=SCHEDULES[schedule](t))
         ids = zipf(rows - 4, count)
         if t in (5, 20):
             ids[:2] = torch.tensor([rows - 1, rows - 3] if t == 5 else [rows - 2, rows - 4])
-            early = ids[:2]
         twins.step(reading(ids), sign * scale)
-        table = twins.ours._deferrals[twins.model.weight]
-        window = table.schedule.window_length
-        t += 1
-    assert (t - table.notes[early]).min() > window
     twins.step(reading(torch.tensor([rows - 1, rows - 2])), sign * scale)
     twins.assert_same()
 
@@ -69,7 +63,7 @@ def test_every_read_and_the_flushed_table_are_torchs(backend: str, variant: dict
         rows, count = (800, 24) if backend == "numba" else (60, 4)
         run(3000, rows, count, **variant)
     elif backend == "numba":
-        run(600, 500, 12, **variant)
+        run(None, 300, 12, **variant)
     elif len(variant) == 1 and "weight_decay" in variant:
         run(None, 40, 3, **variant)
     else:  # momentum that acts for 57 steps, not for 374, and a second moment that fades ten times as fast
@@ -91,45 +85,52 @@ def test_every_combination(schedule: str, eps: float, options: dict[str, Any], m
         run(3000, 500, 16, schedule=schedule, eps=eps, scale=scale, **options)
 
 
-@only_long
-def test_rows_may_wait_longer_than_the_table_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ring of past steps holds 16,384; rows are brought up to date in turn before it comes round."""
+def wait(twins: Twins, tables: list[int], steps: int) -> None:
+    """Steps in which some tables of a list get gradients that name no row, and the others none."""
+    twins.each(lambda model, optimizer: optimizer.zero_grad())
+    for number in tables:
+        param, twin = twins.model[number].weight, twins.twin[number].weight
+        param.grad, twin.grad = rows_of(param, []), torch.zeros_like(twin)
+    for step in range(steps):
+        twins.set(lr=1e-3 * (1 + step % 7))
+        twins.each(lambda model, optimizer: optimizer.step())
+
+
+def test_rows_may_wait_for_longer_than_past_steps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are brought up to date in turn before that. It is 14,334 steps at the usual betas."""
     monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
-    twins = Twins(embedding(7), betas=(0.5, 0.99), lr=1e-3, weight_decay=0.5)
-    twins.look_up(*range(7))
-    twins.look_up(2, 4)
-    nothing = rows_of(twins.model.weight, [])
-    for _ in range(4):
-        for _ in range(16_500):
-            step_with(twins.ours, twins.model.weight, nothing)
-            step_with(twins.theirs, twins.twin.weight, torch.zeros_like(twins.twin.weight))
-        twins.look_up(0, 2, 6)
+    twins = Twins(nn.ModuleList([embedding(7)]), betas=(0.5, 0.99), lr=1e-3, weight_decay=0.5)
+    twins.step(lambda model: model[0](torch.arange(7)))
+    for _ in range(4 if LONG else 1):
+        wait(twins, [0], 16_500)
+        twins.step(lambda model: model[0](torch.tensor([0, 2, 6])))
     twins.assert_same()
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("amsgrad", [False, True])
-@pytest.mark.parametrize("betas", [(0.9, 0.82), (0.94, 0.9), (0.7, 0.5), (0.95, 0.9), (0.9, 0.0), (0.0, 0.0)], ids=str)
-def test_unusual_betas_are_refused_or_right(betas: tuple[float, float], amsgrad: bool) -> None:
-    try:
-        twins = Twins(embedding(12), lr=RATE, betas=betas, amsgrad=amsgrad)
-    except ValueError:
-        return
-    twins.run(150, rows=8)
-    twins.look_up(*range(12))
+@pytest.mark.parametrize("lag", [1, 2200])
+def test_tables_that_take_the_same_steps_and_then_part(lag: int) -> None:
+    """They share what is known of past steps, one behind the other, until one of them takes another step."""
+    twins = Twins(nn.ModuleList([embedding(5), embedding(5)]), betas=(0.5, 0.99), lr=1e-3, weight_decay=0.5)
+    twins.step(lambda model: model[0](torch.arange(5)) + model[1](torch.arange(5)))
+    wait(twins, [0, 1], 30)
+    wait(twins, [0], lag)
+    wait(twins, [1], lag)
+    twins.set(weight_decay=0.1)
+    wait(twins, [1], 30)
+    wait(twins, [0, 1], 30)
     twins.assert_same()
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"weight_decay": 0.1, "amsgrad": True}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_dense_gradients_step_exactly_as_torchs_own(options: dict[str, Any], dtype: torch.dtype) -> None:
-    ours, theirs = nn.Linear(5, 3, dtype=dtype), nn.Linear(5, 3, dtype=dtype)
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1, "amsgrad": True}], ids=str)
+def test_dense_gradients_step_exactly_as_torchs_own(options: dict[str, Any]) -> None:
+    ours, theirs = nn.Linear(5, 3), nn.Linear(5, 3)
     theirs.load_state_dict(ours.state_dict())
     optimizer, reference = optimizers(ours, theirs, **options)
     reference.param_groups[0].update(fused=True, foreach=False)
     for _ in range(30):
-        x = torch.randn(4, 5, dtype=dtype)
+        x = torch.randn(4, 5)
         for model, one in ((ours, optimizer), (theirs, reference)):
             one.zero_grad()
             model(x).square().mean().backward()

@@ -1,4 +1,4 @@
-"""Attached modules under what torch does to modules: compile, export, transforms, fake tensors, recomputation."""
+"""Tables under what torch does to modules: compile, export, transforms, fake tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.deferred_cases import BAR, Forward, Twins, distance, embedding, reading, zipf
 
@@ -36,14 +35,6 @@ def train(twins: Twins) -> None:
 
 def through(ways: dict[nn.Module, Any], batch: Tensor) -> Forward:
     return lambda model: ways[model](batch)
-
-
-def by_functional_call(batch: Tensor) -> Forward:
-    return lambda model: torch.func.functional_call(model, dict(model.named_parameters()), (batch,))
-
-
-def by_recomputation(batch: Tensor) -> Forward:
-    return lambda model: checkpoint(model, batch, use_reentrant=False)
 
 
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])
@@ -76,26 +67,12 @@ def test_an_exported_model() -> None:
     twins.assert_same()
 
 
-def test_a_functional_call() -> None:
-    twins = waiting()
-    for _ in range(5):
-        twins.step(by_functional_call(zipf(40, 4)))
-    twins.assert_same()
-
-
 def test_a_lookup_under_vmap() -> None:
     twins = waiting()
     batch = torch.arange(40).reshape(10, 4)
     reads = [torch.func.vmap(model)(batch) for model in (twins.model, twins.twin)]
     assert distance(*reads) <= BAR
     train(twins)
-    twins.assert_same()
-
-
-def test_activations_that_are_computed_again() -> None:
-    twins = waiting()
-    for _ in range(10):
-        twins.step(by_recomputation(zipf(40, 4)))
     twins.assert_same()
 
 
