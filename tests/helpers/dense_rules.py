@@ -1,4 +1,4 @@
-"""The rules with small state, evaluated densely in float64 as they are published: every row and column at every step.
+"""The rule with a second moment per row, evaluated densely in float64: every row at every step.
 
 It has nothing in common with the package, and touches all rows of all tables.
 """
@@ -16,7 +16,6 @@ class DenseRule:
     """A table that is stepped by hand. With ``only_touched``, SparseAdam's way, other rows keep state and weights."""
 
     p: Tensor
-    second_moment: str
     only_touched: bool
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -29,8 +28,7 @@ class DenseRule:
 
     def __post_init__(self) -> None:
         self.p = self.p.detach().double().clone()
-        self.m = torch.zeros_like(self.p)
-        self.row, self.column = self.p.new_zeros(len(self.p)), self.p.new_zeros(self.p.shape[1])
+        self.m, self.row = torch.zeros_like(self.p), self.p.new_zeros(len(self.p))
         self.row_steps = self.p.new_zeros(len(self.p))
 
     def step(self, ids: Tensor, values: Tensor) -> None:
@@ -49,21 +47,10 @@ class DenseRule:
             g[moving] += self.weight_decay * p[moving]
         self.m[moving] = beta1 * self.m[moving] + (1 - beta1) * g[moving]
         self.row[moving] = beta2 * self.row[moving] + (1 - beta2) * g.square().mean(dim=1)[moving]
-        if touched.any():
-            self.column = beta2 * self.column + (1 - beta2) * g[touched].square().mean(dim=0)
-        elif not self.only_touched:  # every row decays, and so do the columns
-            self.column = beta2 * self.column
         self.row_steps += touched
         t = self.row_steps[moving].unsqueeze(1) if self.bias_correction == "row" else p.new_tensor(self.steps)
         first, second = 1 - beta1**t, 1 - beta2**t
-        v = self.v[moving]
+        v = self.row[moving].unsqueeze(1)
         root = v.sqrt() + self.eps if self.only_touched else (v / second).sqrt() + self.eps
         correction = second.sqrt() if self.only_touched else 1.0
         p[moving] -= self.lr * correction / first * self.m[moving] / root
-
-    @property
-    def v(self) -> Tensor:
-        rows = self.row.unsqueeze(1).expand_as(self.p)
-        if self.second_moment == "row" or not self.row.any():
-            return rows
-        return rows * self.column / self.row.mean()

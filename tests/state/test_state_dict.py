@@ -58,8 +58,7 @@ def test_sparse_adam_hands_over_in_the_middle_of_a_run(to_ours: bool, options: d
     torch.testing.assert_close(param, whole, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("to_ours", [True, False])
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("to_ours", "fused"), [(True, True), (False, False)])
 @pytest.mark.parametrize(
     "options",
     [{}, {"weight_decay": 0.1, "amsgrad": True}, {"weight_decay": 0.1, "decoupled_weight_decay": True}],
@@ -78,16 +77,6 @@ def test_adam_hands_over_in_the_middle_of_a_run(to_ours: bool, fused: bool, opti
     torch.testing.assert_close(param, whole, rtol=1e-5, atol=1e-6)
 
 
-def test_sparse_steps_load_into_adam() -> None:
-    # torch.optim.SparseAdam's own state dict raises KeyError 'weight_decay' in Adam's step.
-    param = table(10, 4)
-    ours, adam = SparseAdam([param]), torch.optim.Adam([param])
-    run(ours, param, range(3))
-    handed_over(ours, adam)
-    run(adam, param, range(3, 5), dense=True)
-    assert adam.state[param]["step"].item() == 5
-
-
 def test_adam_steps_go_on_with_sparse_gradients() -> None:
     param, twin = table(10, 4), table(10, 4)
     twin.data.copy_(param.data)
@@ -103,11 +92,7 @@ def test_adam_steps_go_on_with_sparse_gradients() -> None:
     torch.testing.assert_close(param, twin, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "step",
-    [3, 3.0, torch.tensor(3), torch.tensor(3.0), torch.tensor([3.0]), torch.tensor(3.0, dtype=torch.float64)],
-    ids=repr,
-)
+@pytest.mark.parametrize("step", [3, 3.0, torch.tensor(3), torch.tensor([3.0])], ids=repr)
 @pytest.mark.parametrize("dense", [False, True])
 def test_a_loaded_step_may_be_any_number(step: float | Tensor, dense: bool) -> None:
     param, whole = table(10, 4), table(10, 4)
@@ -181,16 +166,6 @@ def test_a_run_goes_on_after_every_way_of_copying(way: str, options: dict[str, A
     assert len(second.param_groups) == 2
 
 
-def test_a_copy_of_a_model_and_its_optimizer_stay_together() -> None:
-    model = nn.Embedding(10, 4, sparse=True)
-    optimizer = SparseAdam(model.parameters())
-    run(optimizer, model.weight, range(2))
-    model_copy, optimizer_copy = copy.deepcopy((model, optimizer))
-    assert optimizer_copy.param_groups[0]["params"][0] is model_copy.weight
-    run(optimizer_copy, model_copy.weight, range(2, 4))
-    assert not torch.equal(model.weight, model_copy.weight)
-
-
 @pytest.mark.parametrize("way", ["pickle", "deepcopy"])
 def test_copies_keep_the_count_of_skipped_rows(way: str) -> None:
     param = table(4, 2)
@@ -198,30 +173,6 @@ def test_copies_keep_the_count_of_skipped_rows(way: str) -> None:
     step_with(optimizer, param, rows_of(param, [1, 2], torch.nan))
     twin = copy.deepcopy(optimizer) if way == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
     assert twin.skipped_rows == 2
-
-
-def test_row_steps_stay_integers_under_parameters_that_cannot_count() -> None:
-    param = table(3, 2, dtype=torch.bfloat16)
-    optimizer = SparseAdam([param], bias_correction="row")
-    step_with(optimizer, param, rows_of(param, [1]))
-    saved = through_a_file(optimizer.state_dict())
-    saved["state"][0]["row_step"][1] = 257  # in bfloat16: 256
-    optimizer.load_state_dict(saved)
-    assert optimizer.state[param]["row_step"].dtype == torch.int64
-    step_with(optimizer, param, rows_of(param, [1]))
-    assert optimizer.state[param]["row_step"].tolist() == [0, 258, 0]
-    assert saved["state"][0]["row_step"].tolist() == [0, 257, 0]
-
-
-def test_row_steps_begin_with_the_history_of_a_loaded_state() -> None:
-    param = table(3, 2)
-    first = torch.optim.SparseAdam([param])
-    for _ in range(5):
-        step_with(first, param, rows_of(param, [1]))
-    second = SparseAdam([param], bias_correction="row")
-    handed_over(first, second)
-    step_with(second, param, rows_of(param, [1, 2]))
-    assert second.state[param]["row_step"].tolist() == [0, 6, 1]
 
 
 def test_amsgrad_begins_with_a_loaded_state() -> None:
@@ -233,17 +184,6 @@ def test_amsgrad_begins_with_a_loaded_state() -> None:
     step_with(second, param, rows_of(param, [1]))
     state = second.state[param]
     assert same_bits(state["max_exp_avg_sq"], state["exp_avg_sq"])
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_loading_casts_the_moments_to_the_parameters_dtype(dtype: torch.dtype) -> None:
-    param, cast = table(6, 2), table(6, 2, dtype=dtype)
-    first, second = SparseAdam([param]), SparseAdam([cast])
-    run(first, param, range(2))
-    handed_over(first, second)
-    assert second.state[cast]["exp_avg"].dtype == dtype
-    run(second, cast, range(2, 4))
-    assert second.state[cast]["step"] == 4
 
 
 def test_a_state_dict_without_steps_loads() -> None:

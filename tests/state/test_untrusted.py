@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from rowstep import DeferredAdam, SparseAdam
+from tests.helpers.deferred_cases import LONG
 from tests.helpers.gradients import rows_of, table
 from tests.helpers.state_runs import KINDS, Kind, Run, State, assert_refused
-
-pytestmark = pytest.mark.usefixtures("backend")
 
 
 def put(**values: Any) -> Callable[[State], None]:
@@ -38,10 +37,8 @@ def alter(key: str, how: Callable[[Tensor], Any]) -> Callable[[State], None]:
 
 
 COUNTS: list[Any] = [
-    -1, -1.0, math.nan, math.inf, -math.inf, None, 2.5, 2**53, 2**60, 10**400, True, "3", [1], 1j,
-    torch.tensor(-1.0), torch.tensor(math.nan), torch.tensor(math.inf), torch.tensor(2.5), torch.tensor(2**60),
-    torch.tensor(True), torch.tensor([]), torch.tensor([1.0, 2.0]), torch.tensor(1j), torch.empty((), device="meta"),
-    torch.tensor(3.0).to_sparse(),
+    -1, math.nan, math.inf, None, 2.5, 2**53, 10**400, True, "3", 1j, torch.tensor(-1.0), torch.tensor(math.nan),
+    torch.tensor(2**60), torch.tensor([1.0, 2.0]), torch.empty((), device="meta"), torch.tensor(3.0).to_sparse(),
 ]  # fmt: skip
 
 MOMENT_FLAWS: dict[str, Callable[[Tensor], Any]] = {
@@ -68,8 +65,8 @@ FLAWS: dict[str, tuple[Callable[[State], None], str]] = {
     **{f"step is {count!r}"[:40]: (put(step=count), "'step' is .*expected an integer step count") for count in COUNTS},
     **{
         f"{key} {name}": (alter(key, how), f"'{key}' is .*expected")
-        for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-        for name, how in MOMENT_FLAWS.items()
+        for at, key in enumerate(("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
+        for name, how in list(MOMENT_FLAWS.items())[at :: 1 if LONG or at == 0 else 4]
     },
     "no exp_avg": (drop("exp_avg"), "has 'exp_avg_sq' but no 'exp_avg'; expected both"),
     "no exp_avg_sq": (drop("exp_avg_sq"), "has 'exp_avg' but no 'exp_avg_sq'; expected both"),
@@ -98,6 +95,7 @@ def test_a_flaw_is_refused_when_it_is_loaded(kind: Kind, flaw: str) -> None:
 
 
 @KINDS
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("flaw", FLAWS)
 def test_a_flaw_is_refused_by_the_next_step(kind: Kind, flaw: str) -> None:
     """Before the parameters that come first have moved, and with the name of the one whose state it is."""
@@ -121,6 +119,7 @@ def test_a_flaw_is_refused_by_the_next_step(kind: Kind, flaw: str) -> None:
 
 
 @KINDS
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("name", ["dense", "last"])
 def test_a_moment_whose_memory_is_freed_is_refused_by_the_next_step(kind: Kind, name: str) -> None:
     """As packages do that move a state out of the way between two steps."""
@@ -138,16 +137,11 @@ def test_a_moment_whose_memory_is_freed_is_refused_by_the_next_step(kind: Kind, 
 COUNTS_PER_ROW: dict[str, tuple[Tensor, str]] = {
     "bool": (torch.ones(6, dtype=torch.bool), "dense tensor of int64"),
     "float16 beyond its whole numbers": (torch.full((6,), 2048, dtype=torch.float16), r"in \[0, 2048\)"),
-    "float8": (torch.ones(6).to(torch.float8_e4m3fn), "dense tensor of int64"),
-    "complex": (torch.ones(6, dtype=torch.complex64), "dense tensor of int64"),
     "negative": (torch.tensor([0, 1, -1, 0, 0, 0]), r"in \[0, "),
-    "negative int8": (torch.full((6,), -1, dtype=torch.int8), r"in \[0, "),
     "NaN": (torch.tensor([0, 1, math.nan, 0, 0, 0]), r"in \[0, "),
-    "inf": (torch.full((6,), math.inf), r"in \[0, "),
     "halves": (torch.full((6,), 0.5), r"in \[0, "),
     "2**60": (torch.full((6,), 2**60), r"in \[0, "),
     "too many": (torch.ones(7, dtype=torch.int64), "leading dimensions"),
-    "too few": (torch.ones(5, dtype=torch.int64), "leading dimensions"),
     "sparse": (torch.ones(6, dtype=torch.int64).to_sparse(), "dense"),
     "meta": (torch.ones(6, dtype=torch.int64, device="meta"), "dense"),
 }
@@ -162,7 +156,7 @@ def test_counts_per_row_that_are_none_are_refused(flaw: str) -> None:
     assert_refused(run, lambda: run.optimizer.load_state_dict(saved), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.float64])
 def test_counts_per_row_of_other_widths_are_the_same_counts(dtype: torch.dtype) -> None:
     run, twin = Run(SparseAdam), Run(SparseAdam)
     with torch.no_grad():
@@ -179,7 +173,7 @@ def test_counts_per_row_of_other_widths_are_the_same_counts(dtype: torch.dtype) 
     assert torch.equal(run.last, twin.last)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float32])
 def test_counts_per_row_of_other_widths_are_refused_in_mid_run(dtype: torch.dtype) -> None:
     run = Run(SparseAdam)
     state = run.optimizer.state[run.last]
