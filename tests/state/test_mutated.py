@@ -117,7 +117,7 @@ def step_alike(runs: list[Run]) -> bool:
     said = [run.step() for run in runs]
     assert bool(said[0]) == bool(said[1]), said
     for one, other in zip(*(run.params for run in runs), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3, equal_nan=True)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, equal_nan=True)
     return not said[0]
 
 
