@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.cases import Case, popularity, short
 from rowstep import SparseAdam
 from rowstep._layout import RowOrder
-from rowstep.distributed import ShardedEmbeddingCollection, bytes_per_step, count_traffic
+from rowstep.distributed import ShardedEmbeddingCollection, count_traffic
 from tests.helpers.ranks import Ranks
 
 WIDTHS = (4, 8, 16, 24, 32, 64)
@@ -54,7 +54,7 @@ class Messages:
     ranks: int
     collectives: float  # per step, of the rank with the most
     sent: float  # bytes per step, mean of the ranks
-    formula: float  # what `bytes_per_step` says of them
+    formula: float  # what docs/scaling.md says of them
 
     @property
     def off(self) -> float:
@@ -79,10 +79,10 @@ def _counted(rank: int, ranks: int, tables: int, steps: int) -> tuple[float, flo
             read: dict[str, Tensor] = collection(batch)
             torch.autograd.backward([rows.sum() for rows in read.values()])
             optimizer.step()
-    # Headers and votes go once for all tables, so they are left out of the others.
-    shared = (tables - 1) * bytes_per_step(0, 0, 0, ranks)
+    # Row numbers of 4 bytes, rows and gradients in float32, and headers and votes once for all tables.
     lookups = [(len(torch.unique(given)), sizes[name][1]) for batch in batches for name, given in batch.items()]
-    told = sum(bytes_per_step(distinct, 1, width, ranks) for distinct, width in lookups) / steps - shared
+    rows = sum(distinct * (4 + 2 * width * 4) for distinct, width in lookups) / steps
+    told = rows * (ranks - 1) / ranks + 48 * (ranks - 1)
     return sum(traffic.collectives.values()) / steps, traffic.total / steps, told
 
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numba import types
 from torch import Tensor
 
 from .._gradient import RowGradient
 from .._kernels import catch_up as catching_up
-from .._kernels import norm as norms
-from .._kernels import update as kernels
-from .._kernels import walk
-from .._kernels.workspace import PARALLEL_FROM_BYTES, shared_work, workspace
+from .._kernels import rows as row_kernels
+from .._kernels.rows import Kind
+from .._kernels.workspace import PARALLEL_FROM_BYTES, launch, workspace
 from .._state import compute_dtype
 from .gate import LateRows, Place, RowUpdate
 from .outcome import Outcome
@@ -32,51 +32,52 @@ _LIKE: dict[torch.dtype, Any] = {
     torch.float64: np.empty(0, np.float64),
 }
 
-_NOT_ENDED = np.full(1, -1)
+# The types of Numba's that kernels read and write; bfloat16 travels as its bits.
+_TYPES = {
+    torch.bfloat16: types.uint16,
+    torch.float32: types.float32,
+    torch.float64: types.float64,
+}
+
+_NO_TYPE = types.float32  # of what a kernel does not touch
 
 _NO_NOTES = None, 0, 0
 
-# A job as walk.py and update.py have it: where the gradient is, where the table, its state and notes are, how to round,
-# scalars.
-_JOB = struct.Struct("=16q6d")
-assert _JOB.size == walk.JOB_WORDS * 8
+_JOB = struct.Struct("=16q6d")  # as rows.py has it
 
 
 def first_outside(rows: Tensor, row_count: int) -> int | None:
     """The first of these row numbers that is not in a table of so many rows."""
-    position = walk.first_outside(rows.data_ptr(), rows.numel(), row_count)
+    position = row_kernels.first_outside(rows.data_ptr(), rows.numel(), row_count)
     return None if position < 0 else int(rows.view(-1)[position])
 
 
 def has_nonfinite(gradient: RowGradient) -> bool:
     """Whether the summed gradient of some row is not finite."""
-    jobs, keys = _gradient_job(gradient), workspace.keys(gradient.rows.numel() + 1)
-    dtype = gradient.values.dtype
-    totals = _totals(1, gradient.columns, dtype)
-    return bool(kernels.count_nonfinite(totals, jobs, keys.at, keys.spare_at, _LIKE[dtype]))
+    return bool(_over_gradient(gradient, "nonfinite", threads=1).any())
 
 
 def norm(gradient: RowGradient, power: float) -> float:
     """The ``power``-norm of the summed gradient, as if it were dense."""
-    values, jobs = gradient.values, _gradient_job(gradient)
-    threads = _threads_for(values.numel() * values.itemsize)
-    pieces, keys = shared_work(jobs, threads, gradient.rows.numel())
-    sums = np.zeros(threads)
-    totals = _totals(threads, gradient.columns, values.dtype)
-    norms.norm(threads, totals, sums, power, jobs, pieces, keys.at, keys.spare_at, _LIKE[values.dtype])
+    sums = _over_gradient(gradient, "norm", _threads_for(gradient.values.numel() * gradient.values.itemsize), power)
     with np.errstate(over="ignore"):  # beyond float64 the norm is inf
         return float(sums.max() if power == math.inf else sums.sum() ** (1 / power))
 
 
-def _gradient_job(gradient: RowGradient) -> Any:
-    job = np.zeros(walk.JOB_WORDS, np.int64)
-    job[:8] = gradient.at or 0  # `Backend` has looked
-    return job
+def _over_gradient(gradient: RowGradient, work: str, threads: int, power: float = 0.0) -> Any:
+    """What each part of a gradient comes to."""
+    rows_at, count, row_count, g_at, g_stride, columns, position_bits, row_bits = gradient.at  # type: ignore[misc]
+    job, results = np.zeros(row_kernels.JOB_WORDS, np.int64), np.zeros(threads)
+    job[:8] = rows_at, count, g_at, g_stride, position_bits, row_count, columns, row_bits
+    dtype = gradient.values.dtype
+    kind = Kind(_NO_TYPE, _NO_TYPE, _NO_TYPE, _TYPES[dtype], _TYPES[compute_dtype(dtype)], work, momentum=None)
+    launch(kind, job, results, count, columns, power)
+    return results
 
 
 def update(updates: Sequence[RowUpdate], outcome: Outcome) -> None:
     """Step the rows that the gradients name, in place, all in one launch. The updates are of one kind."""
-    jobs: Any = np.empty(len(updates) * walk.JOB_WORDS, np.int64)
+    jobs: Any = np.empty(len(updates) * row_kernels.JOB_WORDS, np.int64)
     size = most_ids = columns = 0
     for number, each in enumerate(updates):
         where: Any = each.gradient.at
@@ -86,19 +87,12 @@ def update(updates: Sequence[RowUpdate], outcome: Outcome) -> None:
     _, _, gradient, scalars, notes, at, _ = each
     dtype, m_dtype, v_dtype = at[5:8]  # type: ignore[index]  # `batches` has looked
     g_dtype, kept = gradient.values.dtype, scalars.kept
-    threads = _threads_for(size * g_dtype.itemsize)
-    pieces, keys = shared_work(jobs, threads, most_ids)
-    totals = _totals(threads, columns, dtype, m_dtype, v_dtype, g_dtype)
-    skipped = _NOT_ENDED.copy() if threads == 1 else np.full(threads, -1)
-    # Autograd does not see the writes, and must know that what it saved for a backward pass is out of date.
-    torch.autograd.graph.increment_version([each[0] for each in updates])
-    outcome.watch(skipped)
-    kernels.update(
-        threads, totals, skipped, jobs, pieces, keys.at, keys.spare_at,
-        _LIKE[dtype], _LIKE[m_dtype], _LIKE[v_dtype], _LIKE[g_dtype],
+    kind = Kind(
+        _TYPES[dtype], _TYPES[m_dtype], _TYPES[v_dtype], _TYPES[g_dtype],
+        _TYPES[compute_dtype(dtype, m_dtype, v_dtype, g_dtype)], "step",
         kept.first or None,
         None if kept.second == "element" else True,
-        scalars.kept.amsgrad or None,
+        kept.amsgrad or None,
         scalars.per_row or None,
         None if notes is None else True,
         scalars.maximize or None,
@@ -109,6 +103,11 @@ def update(updates: Sequence[RowUpdate], outcome: Outcome) -> None:
         scalars.rounds_state or None,
         scalars.rounds_weights or None,
     )  # fmt: skip
+    skipped = np.full(_threads_for(size * g_dtype.itemsize), -1.0)
+    # Autograd does not see the writes, and must know that what it saved for a backward pass is out of date.
+    torch.autograd.graph.increment_version([each[0] for each in updates])
+    outcome.watch(skipped)
+    launch(kind, jobs, skipped, most_ids, columns)
 
 
 def _write_job(update: RowUpdate, jobs: Any, number: int) -> None:
@@ -116,9 +115,10 @@ def _write_job(update: RowUpdate, jobs: Any, number: int) -> None:
     where: Any = gradient.at
     p_at, m_at, v_at, u_at, counts_at, _, _, _, _ = at  # type: ignore[misc]  # `batches` has looked
     _, note, notes_at = notes or _NO_NOTES
+    rows_at, count, row_count, g_at, g_stride, columns, position_bits, row_bits = where
     _JOB.pack_into(
-        jobs, number * _JOB.size, *where, p_at, m_at, v_at, u_at, counts_at, notes_at, note,
-        scalars.key,
+        jobs, number * _JOB.size, rows_at, count, g_at, g_stride, position_bits, row_count, columns, row_bits,
+        p_at, m_at, v_at, u_at, counts_at, notes_at, note, scalars.key,
         scalars.beta1, scalars.beta2, scalars.eps, scalars.step_size, scalars.shrink or 0.0, scalars.decay or 0.0,
     )  # fmt: skip
 
@@ -146,7 +146,7 @@ def catch_up(late: LateRows, place: Place, rows: Tensor | range) -> int | None:
     if threads == 1:
         position = catching_up.catch_up_ids_part(0, scratch, *work, *arguments)
     else:
-        position = walk.first_outside(*work, row_count)
+        position = row_kernels.first_outside(*work, row_count)
         catching_up.catch_up_ids(threads, scratch, *work, *arguments)
     return None if position < 0 else int(rows.view(-1)[position])
 
@@ -162,4 +162,4 @@ def _threads_for(byte_count: int) -> int:
 
 
 def _totals(parts: int, columns: int, *dtypes: torch.dtype) -> Any:
-    return workspace.totals(parts, columns, _LIKE[compute_dtype(*dtypes)].dtype)
+    return workspace.totals(parts, columns, _TYPES[compute_dtype(*dtypes)])

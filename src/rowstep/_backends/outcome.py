@@ -38,4 +38,4 @@ class Outcome:
     @property
     def skipped(self) -> int:
         """How many rows were left out, of a complete update."""
-        return sum(self._skipped.tolist())
+        return int(sum(self._skipped.tolist()))

@@ -53,7 +53,7 @@ from .memory import (
 )
 from .pool import OverThreads
 from .rounding import state_key, stored_first, stored_second, weights_key
-from .walk import first_outside
+from .rows import first_outside
 
 _ROWS_AHEAD = 8
 _NOTES_AHEAD = 32

@@ -71,7 +71,9 @@ def without_reference_count(context: Any, builder: Any, array_type: Any, array: 
 
 def on_the_stack(builder: Any, count: int) -> Any:
     """The address of room for so many 64-bit numbers, for as long as the calling function runs."""
-    return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(INT64, count)), INT64)
+    # Not alloca_once, which fills it with zeros: as one store of 4096 numbers that took 2 s to compile.
+    with builder.goto_entry_block():
+        return builder.ptrtoint(builder.alloca(ir.ArrayType(INT64, count)), INT64)
 
 
 def llvm_function(builder: Any, shape: Any, name: str) -> Any:

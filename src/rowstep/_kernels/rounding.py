@@ -53,3 +53,19 @@ def stored_second(number, like, key, column):
     if key is None:
         return narrow(number, like)
     return narrow_by(number, like, _random_bits(key, column, np.uint32, mix) >> np.uint32(16))
+
+
+@njit(**INLINE)
+def first_bits(key, column):
+    """The random bits of a weight or a first moment, or None."""
+    if key is None:
+        return None
+    return _random_bits(key, column, np.uint32, mix)
+
+
+@njit(**INLINE)
+def second_bits(bits):
+    """Those of a second moment."""
+    if bits is None:
+        return None
+    return bits >> np.uint32(16)

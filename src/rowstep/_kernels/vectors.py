@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.extending import intrinsic
+
+from . import INLINE
+from .pointers import pointer
 
 LANES = 8
 """How many sums are taken side by side."""
@@ -21,9 +25,11 @@ def sum_of_squares_at(typing_context, address, count, like):
     (1.6 ms of 8 for 65,536 rows), because each addition waits for the one before it.
     """
 
+    element = like.instance_type if isinstance(like, types.NumberClass) else like.dtype
+
     def codegen(context, builder, signature, arguments):
         address, count, _ = arguments
-        number = ir.FloatType() if like.dtype == types.float32 else _DOUBLE
+        number = ir.FloatType() if element == types.float32 else _DOUBLE
         before = builder.basic_block
         loop, after = builder.append_basic_block("squares"), builder.append_basic_block("squared")
         zero, none = _I64(0), ir.Constant(_SUMS, [0.0] * LANES)
@@ -31,9 +37,9 @@ def sum_of_squares_at(typing_context, address, count, like):
 
         builder.position_at_end(loop)
         here, sums = builder.phi(_I64), builder.phi(_SUMS)
-        place = builder.add(address, builder.mul(here, _I64(like.dtype.bitwidth // 8)))
+        place = builder.add(address, builder.mul(here, _I64(element.bitwidth // 8)))
         pointer = builder.inttoptr(place, ir.VectorType(number, LANES).as_pointer())
-        numbers = builder.load(pointer, align=like.dtype.bitwidth // 8)
+        numbers = builder.load(pointer, align=element.bitwidth // 8)
         wide = numbers if number is _DOUBLE else builder.fpext(numbers, _SUMS)
         added = builder.fadd(sums, builder.fmul(wide, wide))
         following = builder.add(here, _I64(LANES))
@@ -53,3 +59,14 @@ def sum_of_squares_at(typing_context, address, count, like):
         return lanes[0]
 
     return types.float64(types.int64, types.int64, like), codegen
+
+
+@njit(**INLINE)
+def sum_of_squares(address, count, kind):
+    """In float64, and in the same order on every processor."""
+    whole = count // LANES * LANES
+    total = sum_of_squares_at(address, whole, kind)
+    numbers = pointer(address, kind)
+    for i in range(whole, count):
+        total += np.float64(numbers[i]) * np.float64(numbers[i])
+    return total

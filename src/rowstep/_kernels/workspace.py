@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from . import walk
+from . import rows, share
 
 # Below this many bytes of gradient, waking threads costs more than they save.
 PARALLEL_FROM_BYTES = 128 << 10
@@ -50,7 +50,7 @@ class Workspace(threading.local):
         key = parts, columns, dtype
         totals = self._totals.get(key)
         if totals is None:
-            totals = np.empty((parts, columns), dtype)
+            totals = np.empty((parts, columns), str(dtype))
             self._keep(key, totals)
         return totals
 
@@ -92,9 +92,20 @@ workspace = Workspace()
 _ALONE = np.empty(0, np.int64)
 
 
-def shared_work(jobs: Any, threads: int, most_ids: int) -> tuple[Any, Keys]:
-    """How threads share the jobs of a launch, of which none has more ids than this, and room for all their keys."""
+def launch(kind: rows.Kind, jobs: Any, results: Any, most_ids: int, columns: int, power: float = 0.0) -> None:
+    """Run the kernel of a kind over the jobs, of which none has more ids or columns than this.
+
+    There is a thread for each of the ``results``, which leaves its own there. All memory that the kernel takes by
+    address is held here until it has returned.
+    """
+    count, threads = jobs.size // rows.JOB_WORDS, results.size
+    totals = workspace.totals(threads, columns, kind.number)
     if threads == 1:
-        return _ALONE, workspace.keys(most_ids + 1)
-    pieces = np.empty(walk.room_for_pieces(jobs.size // walk.JOB_WORDS, threads), np.int64)
-    return pieces, workspace.keys(walk.share(jobs, threads, pieces))
+        pieces, keys = _ALONE, workspace.keys(most_ids + 1)
+    else:
+        pieces = np.empty(share.room_for_pieces(count, threads), np.int64)
+        keys = workspace.keys(share.share(jobs.ctypes.data, count, threads, pieces.ctypes.data))
+    rows.over_rows(kind)(
+        threads, results.ctypes.data, jobs.ctypes.data, count, pieces.ctypes.data if threads > 1 else 0,
+        keys.at, keys.spare_at, totals.ctypes.data, totals.strides[0], power,
+    )  # fmt: skip

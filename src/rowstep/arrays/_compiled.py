@@ -6,18 +6,18 @@ import math
 from typing import Any
 
 import numpy as np
+from numba import types
 from numpy.typing import NDArray
 
-from .._kernels import update as kernels
-from .._kernels import walk
+from .._kernels.dense import over_elements
 from .._kernels.pool import numba_threads
-from .._kernels.workspace import PARALLEL_FROM_BYTES, shared_work, workspace
+from .._kernels.rows import JOB_WORDS, Kind
+from .._kernels.workspace import PARALLEL_FROM_BYTES, launch
 from .._rules.adam import Scalars
 from . import _reference
 from ._checks import FloatArray
 
-# Gradient numbers widened at a time: 8 KB, so that they stay in the first-level cache beside what is updated.
-_BLOCK = 1024
+_TYPES = {"f": types.float32, "d": types.float64}
 
 # How a kernel takes an operand. Any: NumPy's stubs know "contig" by the name "config".
 _READ: Any = ["readonly", "contig", "aligned", "nbo"]
@@ -33,11 +33,13 @@ def step(p: FloatArray, m: FloatArray, v: FloatArray, g: FloatArray, scalars: Sc
         flags=["external_loop", "buffered", "grow_inner", "zerosize_ok"],
         op_flags=[_WRITE, _WRITE, _WRITE, _READ],
     )
+    kernel = over_elements(_TYPES[p.dtype.char], _TYPES[g.dtype.char], *_terms(scalars))
+    numbers = np.array(_numbers(scalars))
     with blocks:
         for block in blocks:
             threads = _threads_for(block[3])
-            totals, numbers = workspace.totals(threads, _BLOCK, np.float64), _numbers(scalars)
-            kernels.step(threads, totals, *block, *numbers, scalars.shrink, scalars.decay)
+            addresses = (array.ctypes.data for array in block)
+            kernel(threads, threads, *addresses, block[0].size, numbers.ctypes.data)
 
 
 def step_rows(
@@ -49,29 +51,27 @@ def step_rows(
         return
     columns = math.prod(p.shape[1:])
     g = _addressable(g.reshape(len(rows), columns))
-    threads = _threads_for(g)
-    job = np.zeros(walk.JOB_WORDS, np.int64)
-    bits = (len(rows) - 1).bit_length(), (len(p) - 1).bit_length()
-    job[:8] = rows.ctypes.data, len(rows), len(p), g.ctypes.data, g.strides[0], columns, *bits
-    job[kernels.P_AT : kernels.V_AT + 1] = p.ctypes.data, m.ctypes.data, v.ctypes.data
-    job[kernels.SCALARS :].view(np.float64)[:6] = *_numbers(scalars), scalars.shrink or 0, scalars.decay or 0
-    pieces, keys = shared_work(job, threads, len(rows))
-    kernels.update(
-        threads, workspace.totals(threads, columns, np.float64), np.empty(threads, np.int64), job, pieces,
-        keys.at, keys.spare_at,
-        *(np.empty(0, array.dtype) for array in (p, m, v, g)),  # how to read their addresses
-        True,  # a first moment
-        None, None,  # a second moment per row; amsgrad's maximum
-        None, None, None,  # counts of each row's steps; notes beside each row; maximize
-        None if scalars.shrink is None else True,
-        None if scalars.decay is None else True,
-        True,  # torch.optim.Adam's rule
-        None, None, None,  # skip rows that are not finite; round moments at random; and weights
+    job = np.zeros(JOB_WORDS, np.int64)
+    job[:11] = (
+        rows.ctypes.data, len(rows), g.ctypes.data, g.strides[0], (len(rows) - 1).bit_length(),
+        len(p), columns, (len(p) - 1).bit_length(), p.ctypes.data, m.ctypes.data, v.ctypes.data,
     )  # fmt: skip
+    job[-6:].view(np.float64)[:] = _numbers(scalars)
+    stored, (shrink, decay) = _TYPES[p.dtype.char], _terms(scalars)
+    kind = Kind(
+        stored, stored, stored, _TYPES[g.dtype.char], types.float64, shrink=shrink, decay=decay, as_dense=True
+    )  # fmt: skip
+    launch(kind, job, np.empty(_threads_for(g)), len(rows), columns)
 
 
-def _numbers(scalars: Scalars) -> tuple[float, float, float, float]:
-    return scalars.beta1, scalars.beta2, scalars.eps, scalars.step_size
+def _numbers(scalars: Scalars) -> tuple[float, ...]:
+    terms = scalars.shrink or 0.0, scalars.decay or 0.0
+    return scalars.beta1, scalars.beta2, scalars.eps, scalars.step_size, *terms
+
+
+def _terms(scalars: Scalars) -> tuple[bool | None, bool | None]:
+    """Which kinds of weight decay there are, as kernels are told."""
+    return None if scalars.shrink is None else True, None if scalars.decay is None else True
 
 
 def _threads_for(grad: FloatArray) -> int:
