@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import rowstep
 from rowstep import DeferredAdamW, SparseAdam, _rows, _state
 from tests.helpers.deferred_cases import LONG, embedding
 from tests.helpers.gradients import Snapshot
+from tests.helpers.interrupts import interrupted
 
 pytestmark = pytest.mark.usefixtures("backend")
 
-PACKAGE = Path(rowstep.__file__).parent
-# Where surgery happens. With ROWSTEP_LONG=1 also the lines that flush a table first, of which there are hundreds.
-FILES = [PACKAGE / name for name in ("_commit.py", "_rows.py", "_optimizer.py", "_deferred")]
-TRACED = tuple(map(str, [PACKAGE] if LONG else FILES))
+# Where surgery happens, at every line. With ROWSTEP_LONG=1 also the lines that flush a table first.
+PLACES = ("/rowstep/",) if LONG else ("/_commit.py", "/_rows.py", "/rowstep/_optimizer.py", "/rowstep/_deferred/")
 IDS = torch.tensor([1, 2, 1])
 ORDER = torch.arange(9, -1, -1)
 
@@ -83,29 +79,6 @@ def maker(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-class Interrupt:
-    """Raise KeyboardInterrupt before the traced line that comes after so many others."""
-
-    def __init__(self, after: int) -> None:
-        self.lines_left = after
-
-    def __enter__(self) -> None:
-        sys.settrace(self._on_event)
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _on_event(self, frame: Any, event: str, _: object) -> Any:
-        if not frame.f_code.co_filename.startswith(TRACED):
-            return None
-        if event == "line":
-            self.lines_left -= 1
-            if self.lines_left < 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self._on_event
-
-
 @pytest.mark.parametrize("name", list(SURGERIES))
 def test_an_interrupt_at_any_line_leaves_all_or_nothing(maker: str, name: str) -> None:
     done = Case(maker)
@@ -113,24 +86,21 @@ def test_an_interrupt_at_any_line_leaves_all_or_nothing(maker: str, name: str) -
     SURGERIES[name](done.optimizer, done.weight)
     after = done.contents()
     outcomes = []
-    for line in range(1000):
+
+    def prepare() -> tuple[Case, Callable[[], object]]:
         case = Case(maker)
-        try:
-            with Interrupt(line):
-                SURGERIES[name](case.optimizer, case.weight)
-        except KeyboardInterrupt:
-            outcomes.append(case.holds(after))
-            assert case.holds(after) or case.holds(before), f"line {line}"
-            if case.holds(before):
-                assert case.weight.grad is case.grad
-                torch.autograd.backward(case.loss)
-            case.assert_works()
-        else:
-            break
-    assert len(outcomes) > 10
+        return case, lambda: SURGERIES[name](case.optimizer, case.weight)
+
+    for case in interrupted(prepare, 1000, PLACES):
+        outcomes.append(case.holds(after))
+        assert case.holds(after) or case.holds(before)
+        if case.holds(before):
+            assert case.weight.grad is case.grad
+            torch.autograd.backward(case.loss)
+        case.assert_works()
     assert outcomes == sorted(outcomes)  # first nothing, from some line on all
     assert not outcomes[0]
-    assert case.holds(after)
+    assert outcomes[-1]
 
 
 @pytest.mark.parametrize("name", list(SURGERIES))
@@ -181,25 +151,3 @@ def test_a_function_that_raises_changes_nothing(maker: str) -> None:
     assert case.weight.grad is case.grad
     torch.autograd.backward(case.loss)
     case.assert_works()
-
-
-def test_a_table_that_is_kept_current_stays_so_when_surgery_fails() -> None:
-    case = Case("deferred")
-    assert isinstance(case.optimizer, DeferredAdamW)
-    with case.optimizer.up_to_date(case.weight):
-        with pytest.raises(TypeError):
-            case.optimizer.grow(case.weight, 2, lambda: None)  # type: ignore[arg-type, misc]
-        case.train(IDS)
-        assert not waits(case)
-        case.optimizer.grow(case.weight, 2)
-        case.train(IDS)
-        assert not waits(case)
-    case.train(IDS)
-    assert waits(case)
-
-
-def waits(case: Case) -> bool:
-    """Whether some row of the table is not up to date."""
-    assert isinstance(case.optimizer, DeferredAdamW)
-    table = case.optimizer._deferrals[case.weight]
-    return bool((table.notes < table.schedule.step).any())

@@ -83,10 +83,9 @@ def test_a_permuted_table_goes_on(make: Callable[[Embedding], Optimizer], sparse
     assert_goes_on(make, permute, sparse=sparse)
 
 
-@pytest.mark.parametrize("sparse", [True, False])
-def test_a_grown_table_goes_on(make: Callable[[Embedding], Optimizer], sparse: bool) -> None:
+def test_a_grown_table_goes_on(make: Callable[[Embedding], Optimizer]) -> None:
     new = torch.randn(5, 3, dtype=torch.float64)
-    run = assert_goes_on(make, lambda run: run.optimizer.grow(run.weight, 5, init=new), sparse=sparse)
+    run = assert_goes_on(make, lambda run: run.optimizer.grow(run.weight, 5, init=new))
     assert run.weight.shape == (ROWS + 5, 3)
     state = run.optimizer.state[run.weight]
     assert all(len(tensor) == ROWS + 5 for key, tensor in state.items() if key != "step")
@@ -133,17 +132,13 @@ def test_a_table_without_state_can_be_changed(make: Callable[[Embedding], Optimi
 def test_new_rows_are_what_a_function_makes_of_them() -> None:
     param = table(4, 2)
     optimizer = SparseAdam([param])
-    optimizer.grow(param, 3, init=torch.nn.init.ones_)
-    assert param[4:].tolist() == [[1.0, 1.0]] * 3
-    optimizer.grow(param, 1000)
-    assert 0.9 < float(param.detach()[7:].std()) < 1.1
-
-
-def test_a_gradient_of_the_old_rows_is_dropped() -> None:
-    param = table(4, 2)
     param.grad = rows_of(param, [3])
-    SparseAdam([param]).keep_rows(param, torch.tensor([0, 1]))
-    assert param.grad is None
+    optimizer.grow(param, 3, init=torch.nn.init.ones_)
+    assert param.grad is None  # it is of the old rows
+    optimizer.grow(param, 1, init=lambda rows: torch.full_like(rows, 7.0))
+    assert param[4:].tolist() == [[1.0, 1.0]] * 3 + [[7.0, 7.0]]
+    optimizer.grow(param, 1000)
+    assert 0.9 < float(param.detach()[8:].std()) < 1.1
 
 
 @pytest.mark.parametrize(
@@ -204,13 +199,6 @@ def test_selected_rows_count_as_touched_whatever_their_values() -> None:
         select_rows_(param, torch.tensor([1]))
     with pytest.raises(ValueError, match="gradient is None"):
         select_rows_(table(2, 2), torch.tensor([1]))
-
-
-def test_a_function_may_return_new_rows_or_fill_them() -> None:
-    for init in (lambda rows: torch.full_like(rows, 7.0), lambda rows: rows.fill_(7.0), lambda rows: None):
-        param = table(4, 2)
-        SparseAdam([param]).grow(param, 2, init)
-        assert param[4:].tolist() == [[0.0 if init(torch.ones(1)) is None else 7.0] * 2] * 2
 
 
 def test_what_is_no_surgery_is_named() -> None:
