@@ -180,11 +180,6 @@ class SparseModel(TableModel):
 
     skipped = 0
 
-    @property
-    def counts_rows(self) -> bool:
-        """Whether rows have counts of their own. A slot of zeros is room for them."""
-        return self.row_steps is not None and bool(self.row_steps.any())
-
     def step(self, gradient: Gradient, *, torchs: bool = False) -> None:
         """One step; ``torchs`` is one that torch.optim.SparseAdam or Adam has taken."""
         options = self.options
@@ -195,81 +190,47 @@ class SparseModel(TableModel):
         self._step(gradient)
         self.options = options
 
-    def _step(self, gradient: Gradient) -> None:
-        self.begin()
-        if self.options["bias_correction"] == "row" and self.row_steps is None:
-            self.row_steps = np.zeros(self.shape[:1], dtype=np.int64)
+    def _takes_rows(self, gradient: Gradient) -> bool:
+        """Whether the step goes by rows. A dense gradient is torch's, where all dtypes are the same."""
+        is_torchs = {self.dtype, self.state_dtype, gradient.dtype} == {self.dtype}
+        return gradient.is_sparse or self.options["force_sparse"] or not is_torchs
+
+    def _rows_of(self, gradient: Gradient) -> tuple[tuple[int, ...], Any, Rough]:
         dtype = widest(self.dtype, self.state_dtype, gradient.dtype)
         if gradient.is_sparse or self.options["force_sparse"]:
-            lead, rows, sums = gradient.summed_rows(self.shape, dtype)
-            self._step_rows(lead, rows, sums, as_dense=False)
-        elif self.options["bias_correction"] == "row" and (self.counts_rows or self._is_as_new):
-            lead = self.row_steps.shape
-            self._step_rows(lead, *gradient.all_rows(lead, dtype), as_dense=True)
-        elif {self.dtype, self.state_dtype, gradient.dtype} != {self.dtype}:
-            self._step_rows(self.shape[:1], *gradient.all_rows(self.shape[:1], dtype), as_dense=True)
-        else:
-            self._step_dense(gradient)
+            return gradient.summed_rows(self.shape, dtype)
+        return self.shape[:1], *gradient.all_rows(self.shape[:1], dtype)
 
-    def _step_rows(self, lead: tuple[int, ...], rows: Any, sums: Rough, *, as_dense: bool) -> None:
-        per_row = self.options["bias_correction"] == "row" and sums.value.size > 0
-        if per_row and not self.counts_rows:
-            self.row_steps = self._history(lead)
+    def _step(self, gradient: Gradient) -> None:
+        self.begin()
+        lead, rows, g = self._rows_of(gradient)
+        takes_rows, counts = self._takes_rows(gradient), self.options["bias_correction"] == "row"
+        if counts and self.row_steps is None:
+            seen = (as_rows(self.slots["exp_avg_sq"].value, lead) != 0).any(axis=1).reshape(lead)
+            self.row_steps = np.where(seen, self.steps, 0).astype(np.int64)
         self.steps += 1
-        if self.options["nonfinite"] == "skip":
-            bad = self.nonfinite_rows(sums)
-            self.skipped += int(bad.sum()) if sums.value.size else 0
-            rows, sums = rows[~bad], sums.rows(~bad)
-        count: Any = self.steps
-        if per_row:
-            self.row_steps.reshape(-1)[rows] += 1
-            count = self.row_steps.reshape(-1)[rows][:, None]
-        self.move(lead, rows, sums, count, as_dense=as_dense)
-
-    @property
-    def _is_as_new(self) -> bool:
-        """Whether steps were taken, but no row has a trace of them."""
-        return self.steps > 0 and not self.slots["exp_avg_sq"].value.any()
-
-    def _history(self, lead: tuple[int, ...]) -> Any:
-        """The steps so far, of rows that have a trace of them."""
-        seen = (as_rows(self.slots["exp_avg_sq"].value, lead) != 0).any(axis=1).reshape(lead)
-        return np.where(seen, self.steps, 0).astype(np.int64)
-
-    def _count_before_new_rows(self) -> None:
-        is_by_row = self.options["bias_correction"] == "row" and self.row_steps is not None and self.row_steps.ndim
-        if is_by_row and self.has_state and not self.counts_rows:
-            self.row_steps = self._history(self.row_steps.shape)
-
-    def grow(self, weights: Tensor) -> None:
-        self._count_before_new_rows()
-        super().grow(weights)
-
-    def reset(self, rows: list[int]) -> None:
-        self._count_before_new_rows()
-        super().reset(rows)
-
-    def _step_dense(self, gradient: Gradient) -> None:
-        self.steps += 1
-        lead = self.shape[:1]
-        rows, g = gradient.all_rows(lead, self.dtype)
-        g.precision = precision_of(self.dtype)
+        if not takes_rows:
+            self.move(lead, rows, g, self.steps, as_dense=True, torchs=True)
+            if counts:
+                self.row_steps += 1
+            return
         if self.options["nonfinite"] == "skip":
             bad = self.nonfinite_rows(g)
-            self.skipped += int(bad.sum())
+            self.skipped += int(bad.sum()) if g.value.size else 0
             rows, g = rows[~bad], g.rows(~bad)
-        self.move(lead, rows, g, self.steps, as_dense=True, torchs=True)
+        count: Any = self.steps
+        if counts:
+            self.row_steps.reshape(-1)[rows] += 1
+            count = self.row_steps.reshape(-1)[rows][:, None]
+        self.move(lead, rows, g, count, as_dense=not (gradient.is_sparse or self.options["force_sparse"]))
 
     def refusal(self, gradient: Gradient) -> type[Exception] | None:
         """The error that a step with this gradient must raise."""
-        options, lead = self.options, None
-        if gradient.is_sparse or options["force_sparse"]:
-            lead, _, sums = gradient.summed_rows(self.shape, gradient.dtype)
-        else:
-            _, sums = gradient.all_rows(self.shape[:1], gradient.dtype)
-        counted = options["bias_correction"] == "row" and self.counts_rows
-        if counted and lead is not None and lead != self.row_steps.shape:
+        if not self._takes_rows(gradient):
+            return None
+        lead, _, sums = self._rows_of(gradient)
+        if self.options["bias_correction"] == "row" and self.row_steps is not None and lead != self.row_steps.shape:
             return ValueError
-        if options["nonfinite"] == "raise" and self.nonfinite_rows(sums).any():
+        if self.options["nonfinite"] == "raise" and self.nonfinite_rows(sums).any():
             return FloatingPointError
         return None

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from rowstep import SparseAdam
@@ -22,110 +21,68 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"lr": NAN}, r"Invalid learning rate: nan.*expected"),
     ({"lr": INF}, r"Invalid learning rate: inf.*expected"),
     ({"lr": torch.tensor([0.1, 0.2])}, r"Tensor lr must be 1-element"),
-    ({"lr": torch.tensor([])}, r"Tensor lr must be 1-element"),
-    ({"lr": torch.tensor(NAN)}, r"Invalid learning rate: nan.*expected"),
     ({"eps": 0.0}, r"Invalid epsilon value: 0.0.*expected .*> 0"),
-    ({"eps": -1e-8}, r"Invalid epsilon value: -1e-08.*expected .*> 0"),
     ({"eps": NAN}, r"Invalid epsilon value: nan.*expected .*> 0"),
     ({"betas": (1.0, 0.999)}, r"Invalid beta parameter at index 0: 1.0.*expected .*\[0, 1\)"),
-    ({"betas": (-0.1, 0.999)}, r"Invalid beta parameter at index 0: -0.1.*expected .*\[0, 1\)"),
     ({"betas": (0.9, 1.5)}, r"Invalid beta parameter at index 1: 1.5.*expected .*\[0, 1\)"),
     ({"betas": (0.9, NAN)}, r"Invalid beta parameter at index 1: nan.*expected .*\[0, 1\)"),
     ({"betas": (0.9,)}, r"Invalid betas: \(0.9,\).*expected two numbers"),
-    ({"betas": (0.9, 0.9, 0.9)}, r"Invalid betas: .*expected two numbers"),
     ({"weight_decay": -0.1}, r"Invalid weight_decay value: -0.1.*expected .*>= 0"),
-    ({"weight_decay": NAN}, r"Invalid weight_decay value: nan.*expected .*>= 0"),
     ({"weight_decay": INF}, r"Invalid weight_decay value: inf.*expected .*>= 0"),
     ({"bias_correction": "rows"}, r"Invalid bias_correction: 'rows'.*expected 'global' or 'row'"),
-    ({"bias_correction": None}, r"Invalid bias_correction: None.*expected 'global' or 'row'"),
     ({"nonfinite": "ignore"}, r"Invalid nonfinite: 'ignore'.*expected 'propagate' or 'skip' or 'raise'"),
     ({"amsgrad": "yes"}, r"Invalid amsgrad: 'yes'.*expected False or True"),
-    ({"maximize": 2}, r"Invalid maximize: 2.*expected False or True"),
-    ({"force_sparse": "no"}, r"Invalid force_sparse: 'no'.*expected False or True"),
     ({"decoupled_weight_decay": None}, r"Invalid decoupled_weight_decay: None.*expected False or True"),
 ]
-ids = [str(options) for options, _ in BAD_OPTIONS]
 
 
-@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=ids)
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=[str(options) for options, _ in BAD_OPTIONS])
 def test_an_option_out_of_range(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SparseAdam([table(2, 2)], **options)
-
-
-@pytest.mark.parametrize("lr", [0.0, -0.0, torch.tensor(0.0)])
-def test_a_default_learning_rate_of_zero(lr: float | Tensor) -> None:
-    with pytest.raises(ValueError, match=r"Invalid learning rate: -?0\.0.*expected .*> 0"):
-        SparseAdam([table(2, 2)], lr=lr)
-
-
-@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=ids)
-def test_an_option_out_of_range_in_a_group_names_the_group(options: dict[str, Any], message: str) -> None:
-    first, second = table(2, 2), table(2, 2)
     with pytest.raises(ValueError, match=message) as caught:
-        SparseAdam([{"params": [first]}, {"params": [second], **options}])
+        SparseAdam([{"params": [table(2, 2)]}, {"params": [table(2, 2)], **options}])
     assert "in group 1" in str(caught.value)
 
 
-@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=ids)
-def test_an_added_group_that_is_refused_is_not_added(options: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"), BAD_OPTIONS[::6], ids=[str(options) for options, _ in BAD_OPTIONS[::6]]
+)
+def test_an_option_that_is_added_or_loaded_out_of_range_changes_nothing(options: dict[str, Any], message: str) -> None:
     first, second = table(2, 2), table(2, 2)
-    optimizer = SparseAdam([first])
+    optimizer = SparseAdam([first], lr=0.25)
+    before = optimizer.state_dict()
     with pytest.raises(ValueError, match=message) as caught:
         optimizer.add_param_group({"params": [second], **options})
     assert "in group 1" in str(caught.value)
-    assert [group["params"] for group in optimizer.param_groups] == [[first]]
-    optimizer.add_param_group({"params": [second]})
-    assert len(optimizer.param_groups) == 2
-
-
-@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=ids)
-def test_a_loaded_option_out_of_range_leaves_the_optimizer_as_it_was(options: dict[str, Any], message: str) -> None:
-    param = table(2, 2)
-    optimizer = SparseAdam([param], lr=0.25)
-    before = optimizer.state_dict()
     bad = SparseAdam([table(2, 2)]).state_dict()
     bad["param_groups"][0].update(options)
     with pytest.raises(ValueError, match=message) as caught:
         optimizer.load_state_dict(bad)
     assert "group 0" in str(caught.value)
     assert optimizer.state_dict() == before
-
-
-def test_sparse_parameters_are_refused_with_their_positions() -> None:
-    dense, bad = table(2, 2), table(2, 2).detach().to_sparse()
-    with pytest.raises(ValueError, match=re.escape("Sparse params at indices [[0, 1], [1, 0]]: SparseAdam requires")):
-        SparseAdam([{"params": [dense, bad]}, {"params": [bad.clone()]}])
-
-
-def test_complex_parameters_are_refused_with_their_positions() -> None:
-    dense, bad = table(2, 2), Parameter(torch.zeros(2, 2, dtype=torch.complex64))
-    with pytest.raises(ValueError, match=re.escape("Complex params at indices [[1, 1]]: SparseAdam does not support")):
-        SparseAdam([{"params": [table(1)]}, {"params": [dense, bad]}])
-
-
-def test_the_error_of_sparse_parameters_comes_first() -> None:
-    bad = Parameter(torch.zeros(2, dtype=torch.complex64)), torch.zeros(2, 2).to_sparse()
-    with pytest.raises(ValueError, match=re.escape("Sparse params at indices [[0, 1]]")):
-        SparseAdam(bad)
-
-
-@pytest.mark.parametrize("bad", [torch.zeros(2, dtype=torch.complex64), torch.zeros(2).to_sparse()])
-def test_added_parameters_are_refused_with_their_positions(bad: Tensor) -> None:
-    optimizer = SparseAdam([table(2, 2)])
-    with pytest.raises(ValueError, match=re.escape("params at indices [[1, 1]]")):
-        optimizer.add_param_group({"params": [table(2, 2), bad]})
-    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": [second]})
+    assert len(optimizer.param_groups) == 2
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
-def test_parameters_of_every_sparse_layout_are_refused() -> None:
-    with pytest.raises(ValueError, match=re.escape("Sparse params at indices [[0, 1]]")):
-        SparseAdam([table(2, 2), torch.ones(2, 2).to_sparse_csr()])
+def test_sparse_and_complex_parameters_are_refused_with_their_positions() -> None:
+    sparse_ones = table(2, 2).detach().to_sparse(), torch.ones(2, 2).to_sparse_csr()
+    complex_one = Parameter(torch.zeros(2, 2, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=re.escape("Sparse params at indices [[0, 1], [1, 0]]: SparseAdam requires")):
+        SparseAdam([{"params": [complex_one, sparse_ones[0]]}, {"params": [sparse_ones[1]]}])
+    with pytest.raises(ValueError, match=re.escape("Complex params at indices [[1, 1]]: SparseAdam does not support")):
+        SparseAdam([{"params": [table(1)]}, {"params": [table(2, 2), complex_one]}])
+    optimizer = SparseAdam([table(2, 2)])
+    with pytest.raises(ValueError, match=re.escape("params at indices [[1, 1]]")):
+        optimizer.add_param_group({"params": [table(2, 2), complex_one]})
+    assert len(optimizer.param_groups) == 1
 
 
 def test_what_torch_refuses_is_refused() -> None:
     param = table(2, 2)
+    with pytest.raises(ValueError, match=r"Invalid learning rate: 0\.0.*expected .*> 0"):
+        SparseAdam([param], lr=0.0)  # but a group may have it, for a warm-up
     with pytest.raises(TypeError, match="iterable of Tensors or dicts"):
         SparseAdam(param)
     with pytest.raises(ValueError, match="empty parameter list"):
@@ -136,6 +93,8 @@ def test_what_torch_refuses_is_refused() -> None:
         SparseAdam([param * 2])
     with pytest.raises(ValueError, match="more than one parameter group"):
         SparseAdam([{"params": [param]}, {"params": [param]}])
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        SparseAdam([param], lrs=0.5)  # type: ignore[call-arg]
 
 
 def outside(index: int, dense_dim: int = 1) -> Callable[[Parameter], None]:
@@ -160,10 +119,6 @@ def wrong_dtype(param: Parameter) -> None:
     set_grad(param, sparse([[0, 1]], torch.ones(2, 2, dtype=torch.int64), (4, 2)))
 
 
-def complex_dtype(param: Parameter) -> None:
-    set_grad(param, torch.ones(4, 2, dtype=torch.complex64))
-
-
 def state_of_another_shape(param: Parameter) -> None:
     param.data = torch.ones(5, 2)
     param.grad = rows_of(param, [0, 4])
@@ -173,21 +128,17 @@ BAD_GRADIENTS: list[tuple[Callable[[Parameter], None], type[Exception], str]] = 
     (outside(4), IndexError, r"index 4 .*expected 0 <= index < 4"),
     (outside(-1), IndexError, r"index -1 .*expected 0 <= index < 4"),
     (outside(2**62), IndexError, rf"index {2**62} .*expected 0 <= index < 4"),
-    (outside(2, dense_dim=0), IndexError, r"index 2 in dimension 1.*expected 0 <= index < 2"),
     (outside(-1, dense_dim=0), IndexError, r"index -1 in dimension 1.*expected 0 <= index < 2"),
     (wrong_shape, ValueError, r"shape \(4, 2\).*expected .*\(3, 2\)"),
     (wrong_dense_shape, ValueError, r"shape \(4, 2\).*expected .*\(8,\)"),
     (wrong_dtype, TypeError, r"dtype torch.int64.*expected a 16-, 32- or 64-bit floating-point dtype"),
-    (complex_dtype, TypeError, r"dtype torch.complex64.*expected a 16-, 32- or 64-bit floating-point dtype"),
     (state_of_another_shape, ValueError, r"'exp_avg' is \(4, 2\).*expected .*the parameter, which is \(5, 2\)"),
 ]
-BAD_IDS = ["4", "-1", "2**62", "column 2", "column -1", *(spoil.__name__ for spoil, _, _ in BAD_GRADIENTS[5:])]
+BAD_IDS = ["4", "-1", "2**62", "column -1", *(spoil.__name__ for spoil, _, _ in BAD_GRADIENTS[4:])]
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize(
-    "options", [{}, {"nonfinite": "raise", "bias_correction": "row"}, {"force_sparse": True}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"nonfinite": "raise", "bias_correction": "row"}], ids=str)
 @pytest.mark.parametrize(("spoil", "error", "message"), BAD_GRADIENTS, ids=BAD_IDS)
 def test_a_bad_gradient_changes_no_tensor_of_any_group(
     spoil: Callable[[Parameter], None], error: type[Exception], message: str, options: dict[str, Any]
@@ -213,16 +164,6 @@ def test_a_bad_gradient_changes_no_tensor_of_any_group(
 
 
 @pytest.mark.usefixtures("backend")
-def test_an_index_in_a_table_without_rows() -> None:
-    param = table(0, 2)
-    optimizer = SparseAdam([param])
-    param.grad = sparse([[0]], torch.ones(1, 2), (0, 2), checked=False)
-    with pytest.raises(IndexError, match=r"parameter 0 of group 0: .*index 0 .*expected 0 <= index < 0"):
-        optimizer.step()
-    assert not optimizer.state
-
-
-@pytest.mark.usefixtures("backend")
 def test_a_state_on_another_device() -> None:
     param = table(4, 2)
     optimizer = SparseAdam([param])
@@ -240,11 +181,14 @@ def test_a_state_on_another_device() -> None:
 
 
 @pytest.mark.usefixtures("backend")
-def test_an_index_outside_a_table_without_columns() -> None:
-    param = table(4, 0)
-    param.grad = sparse([[7]], torch.ones(1, 0), (4, 0), checked=False)
-    with pytest.raises(IndexError, match=r"index 7 .*expected 0 <= index < 4"):
-        SparseAdam([param]).step()
+@pytest.mark.parametrize(("shape", "index"), [((0, 2), 0), ((4, 0), 7)], ids=["no rows", "no columns"])
+def test_an_index_outside_a_table_without_elements(shape: tuple[int, int], index: int) -> None:
+    param = table(*shape)
+    optimizer = SparseAdam([param])
+    param.grad = sparse([[index]], torch.ones(1, shape[1]), shape, checked=False)
+    with pytest.raises(IndexError, match=rf"index {index} .*expected 0 <= index < {shape[0]}"):
+        optimizer.step()
+    assert not optimizer.state
 
 
 @pytest.mark.usefixtures("backend")
@@ -258,12 +202,6 @@ def test_rows_that_run_over_other_dimensions_than_those_counted() -> None:
     with pytest.raises(ValueError, match=r"parameter 0 of group 0: .*\(4, 2\).*\(4,\)"):
         optimizer.step()
     before.assert_unchanged()
-
-
-@pytest.mark.parametrize("change", ["lr", "betas", "eps"])
-def test_an_unknown_keyword_is_refused(change: str) -> None:
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        SparseAdam([table(2, 2)], **{change + "s": 0.5})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("groups", [0, 2])

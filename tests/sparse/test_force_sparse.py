@@ -62,7 +62,7 @@ def test_a_gradient_of_zeros_counts_a_step_and_changes_nothing(zero: float) -> N
     assert optimizer.state[param]["step"] == 1
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (0,), (0, 4), (4, 0), (2, 3, 2), (2, 1, 3, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(), (3,), (0, 4), (4, 0), (2, 1, 3, 2)], ids=str)
 def test_it_takes_any_shape(shape: tuple[int, ...]) -> None:
     param = table(*shape, dtype=torch.float64)
     before = param.detach().clone()
@@ -70,17 +70,6 @@ def test_it_takes_any_shape(shape: tuple[int, ...]) -> None:
     step_with(optimizer, param, torch.ones(shape, dtype=torch.float64))
     torch.testing.assert_close(param.detach(), before - 0.1)
     assert optimizer.state[param]["exp_avg"].shape == shape
-
-
-def test_a_sparse_gradient_is_taken_as_it_is() -> None:
-    forced, plain = table(5, 2), table(5, 2)
-    plain.data.copy_(forced.data)
-    grad = rows_of(forced, [1, 3, 3], 0.0)
-    one, other = SparseAdam([forced], force_sparse=True), SparseAdam([plain])
-    for optimizer, param in ((one, forced), (other, plain)):
-        step_with(optimizer, param, rows_of(param, range(5), 1.0))
-        step_with(optimizer, param, grad)
-    assert same_bits(forced, plain)
 
 
 def test_a_whole_network_trains_with_and_without_it() -> None:

@@ -17,8 +17,7 @@ from tests.helpers.gradients import copy_of, entries_of, rows_of, same_bits, spa
 pytestmark = pytest.mark.usefixtures("backend")
 
 
-@pytest.mark.parametrize("dense_dim", [0, 1, 2, 3])
-@pytest.mark.parametrize("sparse_dim", [0, 1, 2, 3])
+@pytest.mark.parametrize(("sparse_dim", "dense_dim"), [(0, 0), (0, 2), (1, 0), (1, 1), (1, 3), (2, 0), (2, 1), (3, 2)])
 def test_all_sparse_and_dense_dimensions(sparse_dim: int, dense_dim: int) -> None:
     lead, rest = (4, 2, 3)[:sparse_dim], (2, 3, 2)[:dense_dim]
     param = table(*lead, *rest, dtype=torch.float64)
@@ -53,7 +52,7 @@ def test_a_none_gradient_creates_nothing_and_changes_nothing() -> None:
     assert "exp_avg" in optimizer.state[other]
 
 
-@pytest.mark.parametrize("shape", [(4, 2), (0, 2), (4, 0), (4,), (0,)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 2), (0, 2), (4, 0), (4,)], ids=str)
 def test_an_empty_gradient_counts_a_step_and_changes_nothing(shape: tuple[int, ...]) -> None:
     param = table(*shape)
     before, version = param.detach().clone(), param._version
@@ -66,14 +65,6 @@ def test_an_empty_gradient_counts_a_step_and_changes_nothing(shape: tuple[int, .
     assert state["step"] == 2
     assert state["exp_avg"].shape == state["exp_avg_sq"].shape == shape
     assert not state["exp_avg"].any()
-
-
-@pytest.mark.parametrize("bias_correction", ["global", "row"])
-def test_ids_of_a_table_without_columns_count_a_step(bias_correction: str) -> None:
-    param = table(4, 0)
-    optimizer = SparseAdam([param], bias_correction=bias_correction)
-    step_with(optimizer, param, rows_of(param, [1, 3, 1]))
-    assert optimizer.state[param]["step"] == 1
 
 
 def test_an_explicit_zero_is_a_gradient() -> None:
@@ -103,14 +94,6 @@ def strided_values(param: Parameter) -> Tensor:
     return sparse([[4, 0, 2, 0, 1]], wide[:, ::2], param.shape)
 
 
-def transposed_values(param: Parameter) -> Tensor:
-    return sparse([[4, 0, 2, 0, 1]], torch.randn(param.shape[1], 5).t(), param.shape)
-
-
-def spaced_rows(param: Parameter) -> Tensor:
-    return sparse([[4, 0, 2, 0, 1]], torch.randn(10, param.shape[1])[::2], param.shape)
-
-
 def expanded_values(param: Parameter) -> Tensor:
     return sparse([[4, 0, 2, 0, 1]], torch.randn(()).expand(5, param.shape[1]), param.shape)
 
@@ -123,10 +106,7 @@ def transposed_indices(param: Parameter) -> Tensor:
     return sparse(torch.tensor([[4, 0], [0, 2], [2, 1], [4, 0]]).t(), torch.randn(4), param.shape)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [strided_values, transposed_values, spaced_rows, expanded_values, strided_indices, transposed_indices],
-)
+@pytest.mark.parametrize("make", [strided_values, expanded_values, strided_indices, transposed_indices])
 def test_values_and_indices_may_be_strided(make: object) -> None:
     assert callable(make)
     ours = table(6, 3)
@@ -149,15 +129,6 @@ def test_a_gradient_that_claims_to_be_coalesced_may_be_unsorted() -> None:
     assert same_bits(ours, theirs)
 
 
-def test_a_coalesced_gradient_steps_as_an_uncoalesced_one() -> None:
-    ours = table(6, 3)
-    theirs = copy_of(ours)
-    grad = rows_of(ours, [4, 0, 4, 2])
-    step_with(SparseAdam([ours]), ours, grad.coalesce())
-    step_with(SparseAdam([theirs]), theirs, grad)
-    assert same_bits(ours, theirs)
-
-
 def test_a_dense_gradient_converted_by_hand() -> None:
     param = table(4, 3)
     before = param.detach().clone()
@@ -168,34 +139,28 @@ def test_a_dense_gradient_converted_by_hand() -> None:
     assert moved == [[2, 1]]
 
 
-@pytest.mark.parametrize("sparse_dim", [1, 2])
-def test_the_gradient_is_never_modified(sparse_dim: int) -> None:
-    param = table(5, 3)
-    for nonfinite in ("propagate", "skip", "raise"):
-        optimizer = SparseAdam([param], weight_decay=0.1, maximize=True, nonfinite=nonfinite)
-        grad = entries_of(param, 9, sparse_dim)
-        indices, values = grad._indices().clone(), grad._values().clone()
-        step_with(optimizer, param, grad)
-        assert param.grad is grad
-        assert not grad.is_coalesced()
-        assert torch.equal(grad._indices(), indices)
-        assert same_bits(grad._values(), values)
-
-
-def test_a_dense_gradient_is_never_modified() -> None:
-    param = table(5, 3)
-    for options in ({}, {"force_sparse": True}, {"nonfinite": "skip"}, {"weight_decay": 0.1, "maximize": True}):
-        grad = torch.randn(5, 3)
-        copy = grad.clone()
-        step_with(SparseAdam([param], **options), param, grad)
-        assert same_bits(grad, copy)
+@pytest.mark.parametrize("nonfinite", ["propagate", "raise"])
+def test_the_gradient_is_never_modified(nonfinite: str) -> None:
+    param = table(5, 3, dtype=torch.float64)
+    optimizer = SparseAdam([param], weight_decay=0.1, maximize=True, nonfinite=nonfinite)
+    grad, dense = entries_of(param, 9, 1), torch.randn(5, 3, dtype=torch.float64)
+    indices, values, copied = grad._indices().clone(), grad._values().clone(), dense.clone()
+    step_with(optimizer, param, grad)
+    assert param.grad is grad
+    assert not grad.is_coalesced()
+    assert torch.equal(grad._indices(), indices)
+    assert same_bits(grad._values(), values)
+    for force_sparse in (False, True):
+        optimizer.param_groups[0]["force_sparse"] = force_sparse
+        step_with(optimizer, param, dense)
+        assert same_bits(dense, copied)
 
 
 def test_two_tables_may_share_the_values_of_their_gradients() -> None:
     # The sum of two lookups gives both tables gradients over the same memory.
-    first, second = table(5, 3), table(7, 3)
+    first, second = table(5, 3, dtype=torch.float64), table(7, 3, dtype=torch.float64)
     alone = copy_of(first), copy_of(second)
-    values = torch.randn(3, 3)
+    values = torch.randn(3, 3, dtype=torch.float64)
     first.grad, second.grad = rows_of(first, [1, 2, 1], values), rows_of(second, [6, 0, 6], values)
     alone[0].grad, alone[1].grad = first.grad.clone(), second.grad.clone()
     SparseAdam([first, second], weight_decay=0.1, maximize=True).step()
@@ -218,18 +183,3 @@ def test_float32_gradients_of_other_parameters(dtype: torch.dtype, dense: bool) 
     assert param.dtype == optimizer.state[param]["exp_avg"].dtype == dtype
     rtol = 1e-10 if dtype == torch.float64 else 2**-6
     torch.testing.assert_close(param.detach().double(), torch.from_numpy(hand.p), rtol=rtol, atol=rtol)
-
-
-def test_the_same_parameter_twice_in_a_group_is_stepped_twice() -> None:
-    ours = table(5, 3)
-    theirs = copy_of(ours)
-    with pytest.warns(UserWarning, match="duplicate parameters"):
-        optimizer = SparseAdam([ours, ours])
-    with pytest.warns(UserWarning, match="duplicate parameters"):
-        reference = torch.optim.SparseAdam([theirs, theirs])
-    for _ in range(3):
-        grad = rows_of(ours, [1, 3])
-        step_with(optimizer, ours, grad)
-        step_with(reference, theirs, grad)
-    assert optimizer.state[ours]["step"] == reference.state[theirs]["step"] == 6
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)

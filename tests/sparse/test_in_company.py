@@ -1,43 +1,17 @@
-"""A step among others: Python threads, torch.compile, gradient scaling."""
+"""A step among others: torch.compile, gradients that share memory under a scaler, a profiler."""
 
 from __future__ import annotations
 
-import copy
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from rowstep import SparseAdam
-from tests.helpers.gradients import copy_of, rows_of, same_bits, step_with, table
 
 pytestmark = pytest.mark.usefixtures("backend")
-
-
-@pytest.mark.parametrize("rows", [50, 3000])
-def test_two_optimizers_may_step_at_the_same_time(rows: int) -> None:
-    torch.set_num_threads(2)
-    starts = [table(rows, 20), table(rows, 20)]
-    grads = [[rows_of(start, torch.randint(rows, (2 * rows,))) for _ in range(8)] for start in starts]
-
-    def run(param: Parameter, steps: list[Tensor]) -> None:
-        optimizer = SparseAdam([param])
-        for grad in steps:
-            step_with(optimizer, param, grad)
-
-    alone, together = [copy_of(start) for start in starts], [copy_of(start) for start in starts]
-    for param, steps in zip(alone, grads, strict=True):
-        run(param, steps)
-    threads = [threading.Thread(target=run, args=pair) for pair in zip(together, grads, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(same_bits(one, other) for one, other in zip(alone, together, strict=True))
 
 
 def network() -> nn.Module:
@@ -80,50 +54,6 @@ def test_a_step_inside_a_compiled_function() -> None:
     assert optimizer.state[model[0].weight]["step"] == 4  # type: ignore[index]
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one, other)
-
-
-def test_a_scaled_loss_steps_as_an_unscaled_one() -> None:
-    scaled, plain = network(), network()
-    optimizer, reference = SparseAdam(scaled.parameters()), SparseAdam(plain.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for step in range(4):
-        ids = torch.tensor([1, 2, 2, step])
-        for one, other in ((optimizer, scaled), (reference, plain)):
-            one.zero_grad()
-            loss = other(ids).square().sum()
-            (scaler.scale(loss) if other is scaled else loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        reference.step()
-    for one_param, other_param in zip(scaled.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one_param, other_param)
-
-
-def test_a_scaler_skips_the_step_of_a_gradient_with_an_infinity() -> None:
-    model = network()
-    before = copy.deepcopy(model)
-    optimizer = SparseAdam(model.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    scaler.scale(model(torch.tensor([1])).sum() * torch.inf).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    for one, other in zip(model.parameters(), before.parameters(), strict=True):
-        assert same_bits(one, other)
-    assert not optimizer.state
-    assert scaler.get_scale() == 512.0
-
-
-def test_a_scaler_may_unscale_first() -> None:
-    model = network()
-    optimizer = SparseAdam(model.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    scaler.scale(model(torch.tensor([1, 1])).sum()).backward()
-    scaler.unscale_(optimizer)
-    weight = model[0].weight  # type: ignore[index]
-    largest = weight.grad.coalesce().values().abs().max()
-    assert largest < 100
-    scaler.step(optimizer)
-    assert optimizer.state[weight]["step"] == 1
 
 
 def test_a_scaler_divides_gradients_that_share_memory_once_if_one_is_cloned() -> None:

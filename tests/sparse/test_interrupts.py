@@ -9,11 +9,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
 
-from rowstep import SparseAdam
 from rowstep._waiting import Waiting
-from tests.helpers.gradients import rows_of
 from tests.helpers.interrupts import Interrupter, interrupted, lines_of
 from tests.helpers.whole_steps import OPTIONS, Run, assert_on_its_way, trajectories
 
@@ -38,27 +35,6 @@ def test_an_interrupt_at_any_line_of_a_step(name: str) -> None:
         run.step()
         assert_on_its_way(run, expected)
     assert len(taken) >= 3  # interrupts before, between and after launches: one makes the steps of several tables
-
-
-@pytest.mark.usefixtures("backend")
-def test_an_interrupt_at_any_line_of_a_first_step() -> None:
-    """Nothing is there yet, and what is made for the step does not count as one."""
-
-    def prepare() -> tuple[tuple[SparseAdam, nn.Parameter], Callable[[], None]]:
-        param = nn.Parameter(torch.ones(5, 2, dtype=torch.float64))
-        param.grad = rows_of(param, [1, 3], 0.5)
-        optimizer = SparseAdam([param], amsgrad=True, bias_correction="row")
-        return (optimizer, param), optimizer.step
-
-    whole, action = prepare()
-    action()
-    for optimizer, param in interrupted(prepare):
-        if optimizer.state[param].get("step", 0) == 0:
-            assert torch.equal(param.detach(), torch.ones(5, 2))
-            optimizer.step()
-        assert torch.equal(param, whole[1])
-        for key, value in whole[0].state[whole[1]].items():
-            assert torch.equal(torch.as_tensor(optimizer.state[param][key]), torch.as_tensor(value)), key
 
 
 @pytest.mark.usefixtures("backend")
@@ -127,15 +103,3 @@ def test_a_signal_handler_may_save_tables_in_the_middle_of_a_step(name: str, mon
         assert_on_its_way(run, expected)
         run.step()
         assert_on_its_way(run, expected)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.usefixtures("backend")
-def test_a_step_leaves_no_inference_behind(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupt where such a block ends would leave autograd off, so only a step inside of one enters another."""
-
-    def entered(mode: bool = True) -> None:
-        raise AssertionError("torch.inference_mode")
-
-    monkeypatch.setattr(torch, "inference_mode", entered)
-    Run(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import pytest
@@ -49,7 +48,7 @@ class Adam:
 class Run:
     """A table and a dense parameter under an optimizer that was told how many steps it has taken."""
 
-    def __init__(self, kind: Any, options: dict[str, Any], count: int) -> None:
+    def __init__(self, kind: Any, options: dict[str, Any], count: Any) -> None:
         self.kind, self.options = kind, options
         self.params = [table(6, 3, dtype=torch.float64), table(4, 2, dtype=torch.float64)]
         self.optimizer = self.made(self.params)
@@ -60,7 +59,7 @@ class Run:
             zeros = torch.zeros_like(param)
             saved["state"][number] = {"step": count, "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
             if options.get("bias_correction") == "row":
-                saved["state"][number]["row_step"] = torch.full(param.shape[:1], count)
+                saved["state"][number]["row_step"] = torch.full(param.shape[:1], int(count))
         self.optimizer.load_state_dict(saved)
 
     def made(self, params: list[Parameter]) -> Any:
@@ -96,9 +95,11 @@ class Run:
 
 
 @KINDS
-@pytest.mark.parametrize("count", [2**24 - 10, 2**31 - 10, 2**32 - 10, 2**52])
-def test_a_run_goes_on_from_a_large_count(kind: Any, options: dict[str, Any], count: int) -> None:
+@pytest.mark.parametrize("count", [2**24 - 10, torch.tensor(2.0**24), 2**32 - 10], ids=str)
+def test_a_run_goes_on_from_a_large_count(kind: Any, options: dict[str, Any], count: Any) -> None:
+    """Also from a float32 count, as torch.optim.Adam saves it: there it stays at 2^24 for ever."""
     run = Run(kind, options, count)
+    count = int(count)
     for number in range(1, 31):
         run.step()
         assert run.counts() == [count + number] * 2
@@ -125,17 +126,3 @@ def test_a_count_ends_where_float64_ends_to_count(kind: Any, options: dict[str, 
     before.assert_unchanged()
     with pytest.raises(ValueError, match=r"the loaded state of parameter 0: .*an integer step count in \[0, 2\^53\)"):
         run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
-
-
-@KINDS
-@pytest.mark.parametrize("count", [2.0**24, 2.0**24 - 1, 2.0**31])
-def test_a_count_that_float32_cannot_raise_is_raised(kind: Any, options: dict[str, Any], count: float) -> None:
-    """As torch.optim.Adam saves it: there, a float32 step stays at 2^24 for ever."""
-    run = Run(kind, options, 5)
-    saved = copy.deepcopy(run.optimizer.state_dict())
-    for state in saved["state"].values():
-        state["step"] = torch.tensor(count, dtype=torch.float32)
-    run.optimizer.load_state_dict(saved)
-    for _ in range(3):
-        run.step()
-    assert run.counts() == [math.floor(count) + 3] * 2

@@ -10,21 +10,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rowstep import SparseAdam
-from tests.helpers.gradients import entries_of, rows_of, same_bits, sparse, step_with, table
+from tests.helpers.gradients import rows_of, same_bits, sparse, step_with, table
 
 pytestmark = pytest.mark.usefixtures("backend")
 
 
-def contiguous(dense: Tensor) -> Tensor:
-    return dense
-
-
 def transposed(dense: Tensor) -> Tensor:
     return dense.t().contiguous().t()
-
-
-def every_second_row(dense: Tensor) -> Tensor:
-    return torch.randn(2 * len(dense), dense.shape[1])[::2].copy_(dense)
 
 
 def every_second_column(dense: Tensor) -> Tensor:
@@ -39,15 +31,7 @@ def rows_of_a_longer_table(dense: Tensor) -> Tensor:
     return torch.randn(len(dense) + 5, dense.shape[1])[3 : 3 + len(dense)].copy_(dense)
 
 
-LAYOUTS = [
-    contiguous,
-    transposed,
-    every_second_row,
-    every_second_column,
-    columns_of_a_wider_table,
-    rows_of_a_longer_table,
-]
-OTHERS = LAYOUTS[1:]
+LAYOUTS = [transposed, every_second_column, columns_of_a_wider_table, rows_of_a_longer_table]
 
 
 def assert_same_steps(param: Parameter, twin: Parameter, optimizer: SparseAdam, reference: SparseAdam) -> None:
@@ -62,7 +46,7 @@ def assert_same_steps(param: Parameter, twin: Parameter, optimizer: SparseAdam, 
         torch.testing.assert_close(optimizer.state[param]["exp_avg_sq"], reference.state[twin]["exp_avg_sq"])
 
 
-@pytest.mark.parametrize("layout", OTHERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_parameter_may_have_any_strides(layout: Callable[[Tensor], Tensor]) -> None:
     twin = table(20, 4)
     param = Parameter(layout(twin.detach()))
@@ -75,32 +59,11 @@ def test_a_parameter_may_have_any_strides(layout: Callable[[Tensor], Tensor]) ->
     assert same_bits(memory, expected)
 
 
-@pytest.mark.parametrize("sparse_dim", [0, 1, 2, 3])
-def test_permuted_dimensions_with_any_sparse_dim(sparse_dim: int) -> None:
-    twin = table(4, 3, 5)
-    param = Parameter(twin.detach().permute(2, 0, 1).contiguous().permute(1, 2, 0))
-    assert not param.is_contiguous()
-    optimizer, reference = SparseAdam([param]), SparseAdam([twin])
-    for _ in range(3):
-        grad = entries_of(twin, 6, sparse_dim)
-        step_with(optimizer, param, grad)
-        step_with(reference, twin, grad)
-    torch.testing.assert_close(param, twin, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("options", [{"amsgrad": True}, {"bias_correction": "row"}, {"nonfinite": "skip"}], ids=str)
-def test_options_under_strides(options: dict[str, object]) -> None:
-    twin = table(20, 4)
-    param = Parameter(transposed(twin.detach()))
-    assert_same_steps(param, twin, SparseAdam([param], **options), SparseAdam([twin], **options))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("layout", OTHERS)
-@pytest.mark.parametrize("amsgrad", [False, True])
-def test_a_state_may_have_other_strides_than_its_parameter(layout: Callable[[Tensor], Tensor], amsgrad: bool) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_state_may_have_other_strides_than_its_parameter(layout: Callable[[Tensor], Tensor]) -> None:
     param, twin = table(20, 4), table(20, 4)
     twin.data.copy_(param.data)
-    optimizer, reference = SparseAdam([param], amsgrad=amsgrad), SparseAdam([twin], amsgrad=amsgrad)
+    optimizer, reference = SparseAdam([param], amsgrad=True), SparseAdam([twin], amsgrad=True)
     grad = rows_of(param, [1, 2, 19])
     step_with(optimizer, param, grad)
     step_with(reference, twin, grad)
@@ -111,30 +74,14 @@ def test_a_state_may_have_other_strides_than_its_parameter(layout: Callable[[Ten
     assert_same_steps(param, twin, optimizer, reference)
 
 
-@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"])
-def test_one_tensor_of_the_state_may_have_other_strides(key: str) -> None:
-    param, twin = table(20, 4), table(20, 4)
-    twin.data.copy_(param.data)
-    optimizer, reference = SparseAdam([param], amsgrad=True), SparseAdam([twin], amsgrad=True)
-    for one, other in ((optimizer, param), (reference, twin)):
-        step_with(one, other, torch.ones(20, 4))
-    optimizer.state[param][key] = transposed(optimizer.state[param][key])
-    grad = torch.randn(20, 4)
-    step_with(optimizer, param, grad)
-    step_with(reference, twin, grad)
-    torch.testing.assert_close(param, twin, rtol=1e-6, atol=1e-6)
-    assert_same_steps(param, twin, optimizer, reference)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_data_may_be_swapped_between_steps(layout: Callable[[Tensor], Tensor]) -> None:
+def test_data_may_be_swapped_between_steps() -> None:
     param, twin = table(20, 4), table(20, 4)
     twin.data.copy_(param.data)
     optimizer, reference = SparseAdam([param]), SparseAdam([twin])
     grad = rows_of(param, [1, 2, 19])
     step_with(optimizer, param, grad)
     step_with(reference, twin, grad)
-    param.data = layout(param.data.clone())
+    param.data = transposed(param.data.clone())
     assert_same_steps(param, twin, optimizer, reference)
 
 
@@ -169,19 +116,6 @@ def test_a_one_element_gradient_of_a_view_with_an_offset() -> None:
     assert param[3].item() == pytest.approx(-0.5)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_a_transposed_table_with_many_distinct_rows_on_several_threads(threads: int) -> None:
-    # torch.optim.SparseAdam raises here halfway, with the moments changed.
-    torch.set_num_threads(threads)
-    twin = table(3000, 32)
-    param = Parameter(transposed(twin.detach()))
-    optimizer, reference = SparseAdam([param]), SparseAdam([twin])
-    grad = rows_of(twin, torch.randperm(3000))
-    step_with(optimizer, param, grad)
-    step_with(reference, twin, grad)
-    torch.testing.assert_close(param, twin, rtol=1e-6, atol=1e-7)
-
-
 def test_two_parameters_may_be_halves_of_one_tensor() -> None:
     memory = torch.randn(10, 4)
     before = memory.clone()
@@ -192,13 +126,12 @@ def test_two_parameters_may_be_halves_of_one_tensor() -> None:
     assert (memory != before).any(dim=1).nonzero().flatten().tolist() == [1, 8]
 
 
-@pytest.mark.parametrize("layout", OTHERS)
-def test_a_dense_gradient_may_have_other_strides_than_its_parameter(layout: Callable[[Tensor], Tensor]) -> None:
+def test_a_dense_gradient_may_have_other_strides_than_its_parameter() -> None:
     ours, theirs = table(20, 4), table(20, 4)
     theirs.data.copy_(ours.data)
     optimizer, reference = SparseAdam([ours]), torch.optim.Adam([theirs])
     for _ in range(3):
-        grad = layout(torch.randn(20, 4))
+        grad = transposed(torch.randn(20, 4))
         step_with(optimizer, ours, grad)
         step_with(reference, theirs, grad)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)

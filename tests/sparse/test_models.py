@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rowstep import SparseAdam
-from tests.helpers.gradients import rows_of, same_bits, table
+from tests.helpers.gradients import same_bits
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -43,14 +43,10 @@ def test_embedding() -> None:
     )
 
 
-def test_embedding_whose_output_is_summed() -> None:
+def test_embedding_with_padding_whose_output_is_summed() -> None:
     # The sum's gradient is one number expanded to all values: strides of 0.
-    assert_trains_as_under_torch(nn.Embedding(20, 4, sparse=True), lambda model, step: model(ids_at(step)).sum())
-
-
-def test_embedding_with_padding() -> None:
     model = nn.Embedding(20, 4, sparse=True, padding_idx=0)
-    assert_trains_as_under_torch(model, lambda model, step: model(ids_at(step) % 3).square().sum())
+    assert_trains_as_under_torch(model, lambda model, step: model(ids_at(step) % 3).sum())
     assert not model.weight[0].any()
 
 
@@ -73,18 +69,6 @@ def test_several_lookups_in_one_forward_pass_arrive_as_one_gradient() -> None:
     assert_trains_as_under_torch(model, lambda model, step: (model(ids_at(step)) * model(ids_at(step + 9))).sum())
     assert model.weight.grad is not None
     assert model.weight.grad._nnz() == 36
-
-
-def test_two_modules_may_share_one_table() -> None:
-    left, right = nn.Embedding(20, 4, sparse=True), nn.Embedding(20, 4, sparse=True)
-    right.weight = left.weight
-    model = nn.ModuleList([left, right])
-    optimizer = SparseAdam(model.parameters())
-    (left(torch.tensor([1, 2])) * right(torch.tensor([2, 3]))).sum().backward()
-    before = left.weight.detach().clone()
-    optimizer.step()
-    assert (left.weight != before).any(dim=1).nonzero().flatten().tolist() == [1, 2, 3]
-    assert optimizer.state[left.weight]["step"] == 1
 
 
 @pytest.mark.parametrize("expanded", [True, False])
@@ -131,47 +115,6 @@ def test_tied_weights_arrive_dense_and_step_as_under_adam() -> None:
     assert same_bits(model.table.weight, twin.table.weight)
 
 
-def test_a_table_may_be_tied_from_some_step_on() -> None:
-    # torch.optim.SparseAdam for the sparse steps, then torch.optim.Adam with its state: ours does both.
-    ours = table(6, 3)
-    optimizer = SparseAdam([ours])
-    theirs = nn.Parameter(ours.detach().clone())
-    first: torch.optim.Optimizer = torch.optim.SparseAdam([theirs])
-    for _ in range(3):
-        ours.grad = theirs.grad = rows_of(ours, [1, 4])
-        optimizer.step()
-        first.step()
-    second = torch.optim.Adam([theirs])
-    second.state[theirs] = {**first.state[theirs], "step": torch.tensor(3.0)}
-    for _ in range(3):
-        ours.grad = theirs.grad = torch.randn(6, 3)
-        optimizer.step()
-        second.step()
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    assert int(optimizer.state[ours]["step"]) == 6
-    ours.grad = rows_of(ours, [0])
-    optimizer.step()
-    assert optimizer.state[ours]["step"] == 7
-
-
-def test_zero_grad_without_none_leaves_an_empty_gradient_that_counts_a_step() -> None:
-    model = nn.Embedding(20, 4, sparse=True)
-    optimizer = SparseAdam(model.parameters())
-    model(torch.tensor([1])).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
-    grad, before = model.weight.grad, model.weight.detach().clone()
-    assert grad is not None
-    assert grad.is_sparse
-    assert grad._nnz() == 0
-    optimizer.step()
-    assert same_bits(model.weight, before)
-    assert optimizer.state[model.weight]["step"] == 2
-    model(torch.tensor([2])).sum().backward()
-    optimizer.step()
-    assert (model.weight != before).any(dim=1).nonzero().flatten().tolist() == [2]
-
-
 def test_a_complex_valued_model() -> None:
     # Knowledge-graph models (ComplEx, RotatE) conjugate: the gradient's values are then lazily negated views.
     class Pair(nn.Module):
@@ -184,22 +127,6 @@ def test_a_complex_valued_model() -> None:
 
     weights = torch.randn(6, 3, 4, dtype=torch.complex64)
     assert_trains_as_under_torch(Pair(), lambda model, step: (model(ids_at(step)) * weights).real.sum())
-
-
-def test_the_graph_of_the_gradient_may_be_kept() -> None:
-    model = nn.Embedding(20, 4, sparse=True)
-    twin = copy.deepcopy(model)
-    for module in (model, twin):
-        scale = torch.tensor(2.0, requires_grad=True)
-        loss = (module(torch.tensor([1, 1, 3])) * scale).sum()
-        module.weight.grad = torch.autograd.grad(loss, [module.weight], create_graph=True)[0]
-    optimizers: list[torch.optim.Optimizer] = [
-        SparseAdam(model.parameters()),
-        torch.optim.SparseAdam(twin.parameters()),
-    ]
-    for optimizer in optimizers:
-        optimizer.step()
-    torch.testing.assert_close(model.weight, twin.weight)
 
 
 def test_a_step_is_in_place_without_a_graph_and_autograd_knows_of_it() -> None:

@@ -1,4 +1,4 @@
-"""Tensors that look like others and are not: negated, zero without memory, expanded, freed, made for inference."""
+"""Tensors that look like others and are not: negated, zero without memory, expanded, freed."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ def test_a_negated_parameter(optimizer: Any) -> None:
     assert param.item() == pytest.approx(-1.1)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"bias_correction": "row"}, {"nonfinite": "skip"}, {"force_sparse": True}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"force_sparse": True}], ids=str)
 @pytest.mark.parametrize("grad", [torch._neg_view(torch.full((6, 4), -1.0)), torch._efficientzerotensor((6, 4))])
 def test_a_dense_gradient_of_an_odd_kind(grad: torch.Tensor, options: dict[str, Any]) -> None:
     params = [table(6, 4), table(6, 4)]
@@ -53,7 +51,7 @@ def test_an_expanded_parameter_is_refused_with_nothing_changed(optimizer: Any, i
     before.assert_unchanged()
 
 
-@pytest.mark.parametrize("options", [{}, {"nonfinite": "skip"}, {"force_sparse": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"force_sparse": True}], ids=str)
 def test_a_dense_gradient_whose_storage_is_freed(options: dict[str, Any]) -> None:
     params = [table(3, 2), table(6, 4)]
     params[0].grad, params[1].grad = rows_of(params[0], [1]), torch.ones(6, 4)
@@ -66,14 +64,3 @@ def test_a_dense_gradient_whose_storage_is_freed(options: dict[str, Any]) -> Non
         optimizer.step()
     params[1].grad = None
     before.assert_unchanged()
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_first_step_in_inference_mode(optimizer: Any) -> None:
-    params = [table(3, 2), table(3, 2)]
-    made = optimizer(params)
-    for inference in (True, False, True):
-        params[0].grad, params[1].grad = rows_of(params[0], [1]), torch.ones(3, 2)
-        with torch.inference_mode(inference):
-            made.step()
-    assert [int(made.state[param]["step"]) for param in params] == [3, 3]

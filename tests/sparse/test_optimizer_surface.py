@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import Optimizer
 
 from rowstep import SparseAdam
 from tests.helpers.gradients import copy_of, rows_of, same_bits, step_with, table
@@ -43,18 +42,6 @@ def test_the_signature_begins_as_torchs_and_goes_on_with_keywords() -> None:
     assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(theirs) :])
 
 
-def test_defaults_and_groups_are_public() -> None:
-    module = model()
-    optimizer = SparseAdam(module.parameters(), lr=0.5, amsgrad=True)
-    assert isinstance(optimizer, Optimizer)
-    assert optimizer.defaults["lr"] == 0.5
-    assert optimizer.defaults["betas"] == (0.9, 0.999)
-    assert optimizer.defaults["eps"] == 1e-8
-    (group,) = optimizer.param_groups
-    assert group["params"] == list(module.parameters())
-    assert {key: group[key] for key in optimizer.defaults} == optimizer.defaults
-
-
 def test_state_appears_with_the_first_gradient() -> None:
     param = table(4, 2)
     optimizer = SparseAdam([param])
@@ -66,16 +53,12 @@ def test_state_appears_with_the_first_gradient() -> None:
     assert type(optimizer.state[param]["step"]) is int
 
 
-def test_a_generator_of_parameters_is_consumed_once() -> None:
-    module = model()
-    optimizer = SparseAdam(param for param in module.parameters())
-    assert len(optimizer.param_groups[0]["params"]) == 3
-
-
 def test_groups_are_dicts_with_options_of_their_own() -> None:
     first, second = table(3, 2), table(3, 2)
     one_by_one: dict[str, Any] = {"params": (param for param in [first])}
     optimizer = SparseAdam([one_by_one, {"params": second, "lr": 0.5, "amsgrad": True}], lr=0.1)
+    assert isinstance(optimizer, Optimizer)
+    assert [optimizer.defaults[key] for key in ("lr", "betas", "eps")] == [0.1, (0.9, 0.999), 1e-8]
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
     assert [group["amsgrad"] for group in optimizer.param_groups] == [False, True]
     assert [group["params"] for group in optimizer.param_groups] == [[first], [second]]
@@ -131,17 +114,9 @@ def test_step_returns_what_the_closure_returns(backend: str) -> None:
     assert optimizer.step() is None
 
 
-def test_repr_lists_the_options_of_each_group() -> None:
-    text = repr(SparseAdam([table(2, 2)], lr=0.25, bias_correction="row"))
-    assert text.startswith("SparseAdam (\nParameter Group 0\n")
-    for line in ("lr: 0.25", "bias_correction: row", "weight_decay: 0.0", "nonfinite: propagate"):
-        assert f"    {line}\n" in text
-
-
 @pytest.mark.usefixtures("backend")
 class TestTensorLearningRate:
-    @pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
-    @pytest.mark.parametrize("dense", [False, True])
+    @pytest.mark.parametrize(("shape", "dense"), [((), True), ((1,), False), ((1, 1), True)], ids=str)
     def test_any_one_element_shape(self, shape: tuple[int, ...], dense: bool) -> None:
         one, other = table(4, 2), table(4, 2)
         other.data.copy_(one.data)
@@ -180,13 +155,6 @@ class TestTensorLearningRate:
             step_with(reference, theirs, grad)
             torch.testing.assert_close(ours, theirs, rtol=4 * 2**-23, atol=0)
 
-    @pytest.mark.parametrize("bias_correction", ["global", "row"])
-    def test_with_either_bias_correction(self, bias_correction: str) -> None:
-        param = Parameter(torch.zeros(2, 1))
-        optimizer = SparseAdam([param], lr=torch.tensor([0.25]), bias_correction=bias_correction)
-        step_with(optimizer, param, rows_of(param, [1], 1.0))
-        assert param[1].item() == pytest.approx(-0.25)
-
 
 @pytest.mark.usefixtures("backend")
 def test_a_group_with_lr_zero_stands_still_while_its_moments_go_on() -> None:
@@ -196,36 +164,3 @@ def test_a_group_with_lr_zero_stands_still_while_its_moments_go_on() -> None:
     step_with(optimizer, param, rows_of(param, [1]))
     assert same_bits(param, before)
     assert optimizer.state[param]["exp_avg"][1].all()
-
-
-SCHEDULERS: list[Callable[[Optimizer], lr_scheduler.LRScheduler]] = [
-    lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5),
-    lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 4)),
-    lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=6),
-    lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.2, total_steps=9),
-]
-
-
-@pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("scheduler", SCHEDULERS, ids=["step", "warm-up from zero", "cosine", "one cycle"])
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_schedulers_act_as_on_torchs(
-    scheduler: Callable[[Optimizer], lr_scheduler.LRScheduler], as_tensor: bool
-) -> None:
-    ours = table(6, 2)
-    theirs = copy_of(ours)
-
-    def rate() -> float | Tensor:
-        return torch.tensor(0.1) if as_tensor else 0.1
-
-    optimizer, reference = SparseAdam([ours], lr=rate()), torch.optim.SparseAdam([theirs], lr=rate())
-    schedules = scheduler(optimizer), scheduler(reference)
-    for _ in range(8):
-        grad = rows_of(ours, [0, 2, 5])
-        step_with(optimizer, ours, grad)
-        step_with(reference, theirs, grad)
-        for schedule in schedules:
-            schedule.step()
-        assert float(optimizer.param_groups[0]["lr"]) == float(reference.param_groups[0]["lr"])
-        assert optimizer.param_groups[0]["betas"] == reference.param_groups[0]["betas"]
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -16,13 +16,10 @@ pytestmark = pytest.mark.usefixtures("backend")
 
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"maximize": True},
-    {"weight_decay": 0.1},
     {"weight_decay": 0.1, "maximize": True},
     {"weight_decay": 2.0, "decoupled_weight_decay": True},
     {"amsgrad": True},
     {"bias_correction": "row"},
-    {"nonfinite": "skip"},
     {"weight_decay": 0.1, "amsgrad": True, "bias_correction": "row", "nonfinite": "skip", "maximize": True},
 ]
 
@@ -55,17 +52,6 @@ def test_the_trajectory_is_the_one_computed_by_hand(options: dict[str, Any]) -> 
         assert optimizer.state[param]["row_step"].tolist() == hand.row_steps
 
 
-@pytest.mark.parametrize(
-    "options", [options for options in OPTIONS if options not in ({}, {"nonfinite": "skip"})], ids=str
-)
-def test_each_option_changes_the_result(options: dict[str, Any]) -> None:
-    plain = table(10, 3, dtype=torch.float64)
-    changed = copy_of(plain)
-    trajectory(SparseAdam([plain]), plain)
-    trajectory(SparseAdam([changed], **options), changed)
-    assert not torch.allclose(plain, changed, rtol=1e-6, atol=1e-9)
-
-
 def test_weight_decay_is_added_to_the_gradient() -> None:
     # With an explicit zero as gradient, only the decay acts: a first step moves by lr against the weight's sign.
     param = Parameter(torch.tensor([[5.0], [-3.0], [7.0]], dtype=torch.float64))
@@ -83,7 +69,7 @@ def test_decoupled_weight_decay_shrinks_the_weights() -> None:
 
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_weight_decay_leaves_the_rows_alone_that_were_not_touched(decoupled: bool) -> None:
-    param = table(6, 2)
+    param = table(6, 2, dtype=torch.float64)
     before = param.detach().clone()
     optimizer = SparseAdam([param], weight_decay=0.5, decoupled_weight_decay=decoupled)
     step_with(optimizer, param, rows_of(param, [4, 1]))
@@ -91,14 +77,6 @@ def test_weight_decay_leaves_the_rows_alone_that_were_not_touched(decoupled: boo
     untouched = torch.tensor([0, 2, 3, 5])
     assert same_bits(param[untouched], before[untouched])
     assert (param[touched] != before[touched]).all()
-
-
-def test_decoupled_weight_decay_without_weight_decay_does_nothing() -> None:
-    plain = table(10, 3)
-    asked = copy_of(plain)
-    trajectory(SparseAdam([plain]), plain)
-    trajectory(SparseAdam([asked], decoupled_weight_decay=True), asked)
-    assert same_bits(plain, asked)
 
 
 def test_amsgrad_keeps_the_largest_second_moment() -> None:
@@ -109,15 +87,6 @@ def test_amsgrad_keeps_the_largest_second_moment() -> None:
     state = optimizer.state[param]
     assert state["exp_avg_sq"].flatten().tolist() == [4.0, 0.0]
     assert state["max_exp_avg_sq"].flatten().tolist() == [8.0, 0.0]
-
-
-def test_maximize_is_the_step_of_the_negative_gradient() -> None:
-    up = table(10, 3)
-    down = copy_of(up)
-    grad = rows_of(up, [3, 5, 3])
-    step_with(SparseAdam([up], maximize=True), up, grad)
-    step_with(SparseAdam([down]), down, -grad)
-    assert same_bits(up, down)
 
 
 def test_a_row_first_seen_late_moves_by_lr_under_row_bias_correction() -> None:
@@ -143,42 +112,40 @@ def test_row_steps_count_the_steps_of_each_row_and_not_its_occurrences() -> None
     assert counts.tolist() == [3, 0, 2, 0]
 
 
-def test_row_bias_correction_of_rows_touched_at_every_step_is_the_global_one() -> None:
-    one = table(5, 2)
-    other = copy_of(one)
-    by_row, globally = SparseAdam([one], bias_correction="row"), SparseAdam([other])
-    for _ in range(10):
-        grad = rows_of(one, range(5))
-        step_with(by_row, one, grad)
-        step_with(globally, other, grad)
-    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
-
-
-def test_row_bias_correction_takes_dense_gradients_too() -> None:
-    # A tied table: its gradient is sparse at first, then dense, where every row counts a step and eps is as in Adam.
-    param = Parameter(torch.zeros(3, 1, dtype=torch.float64))
-    optimizer = SparseAdam([param], lr=0.1, betas=(0.9, 0.99), eps=0.5, bias_correction="row")
-    step_with(optimizer, param, rows_of(param, [1], 0.0))
-    step_with(optimizer, param, torch.full_like(param, 2.0))
-    assert optimizer.state[param]["row_step"].tolist() == [1, 2, 1]
-    assert param[0].item() == pytest.approx(-0.1 * 2.0 / (2.0 + 0.5))
-    m_hat, v_hat = 0.1 * 2.0 / (1 - 0.9**2), 0.01 * 4.0 / (1 - 0.99**2)
-    assert param[1].item() == pytest.approx(-0.1 * m_hat / (v_hat**0.5 + 0.5))
-
-
-def test_row_bias_correction_of_a_dense_gradient_alone_is_adam() -> None:
+def test_a_dense_gradient_under_row_bias_correction_steps_as_under_adam() -> None:
+    """A tied table whose gradient is dense from some step on goes on as under torch's Adam; every row counts a step."""
     ours = table(6, 3)
+    optimizer = SparseAdam([ours], bias_correction="row")
+    step_with(optimizer, ours, rows_of(ours, [1, 4]))
     theirs = copy_of(ours)
-    optimizer, reference = SparseAdam([ours], bias_correction="row"), torch.optim.Adam([theirs])
-    for _ in range(10):
+    reference = torch.optim.Adam([theirs], fused=True)
+    state = optimizer.state[ours]
+    moments = {key: state[key].clone() for key in ("exp_avg", "exp_avg_sq")}
+    reference.state[theirs] = {"step": torch.tensor(1.0), **moments}
+    for _ in range(3):
         grad = torch.randn(6, 3)
         step_with(optimizer, ours, grad)
         step_with(reference, theirs, grad)
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    assert same_bits(ours, theirs)
+    assert int(optimizer.state[ours]["step"]) == 4
+    assert optimizer.state[ours]["row_step"].tolist() == [3, 4, 3, 3, 4, 3]
+
+
+def test_counts_of_rows_begin_with_the_history_that_the_moments_show() -> None:
+    param = table(4, 2)
+    adam = torch.optim.Adam([param])
+    dense = torch.ones(4, 2)
+    dense[3] = 0.0
+    for _ in range(2):
+        step_with(adam, param, dense)
+    optimizer = SparseAdam([param], bias_correction="row")
+    optimizer.load_state_dict(adam.state_dict())
+    step_with(optimizer, param, rows_of(param, [0, 3]))
+    assert optimizer.state[param]["row_step"].tolist() == [3, 2, 2, 1]
 
 
 def test_options_of_a_group_hold_for_that_group_only() -> None:
-    plain, decayed = table(4, 2), table(4, 2)
+    plain, decayed = table(4, 2, dtype=torch.float64), table(4, 2, dtype=torch.float64)
     alone = copy_of(plain), copy_of(decayed)
     groups: list[dict[str, Any]] = [{"params": [plain]}, {"params": [decayed], "weight_decay": 0.5, "maximize": True}]
     optimizer = SparseAdam(groups)
@@ -189,13 +156,3 @@ def test_options_of_a_group_hold_for_that_group_only() -> None:
     SparseAdam([alone[1]], weight_decay=0.5, maximize=True).step()
     assert same_bits(plain, alone[0])
     assert same_bits(decayed, alone[1])
-
-
-@pytest.mark.parametrize(("name", "value"), [("nonfinite", "typo"), ("bias_correction", "rows")])
-def test_an_option_edited_to_nonsense_is_refused_by_the_next_step(name: str, value: str) -> None:
-    param = table(4, 2)
-    optimizer = SparseAdam([param])
-    optimizer.param_groups[0][name] = value
-    param.grad = rows_of(param, [1])
-    with pytest.raises(ValueError, match=f"Invalid {name}: '{value}' in group 0; expected "):
-        optimizer.step()

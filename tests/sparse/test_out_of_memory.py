@@ -6,21 +6,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rowstep import _schedule
-from rowstep._backends import Outcome, admit, admit_state
-from rowstep._backends import numba as compiled
-from rowstep._gradient import row_gradient
-from rowstep._rules.adam import Scalars
 from tests.helpers.deferred_cases import LONG, Twins, embedding, only_long
-from tests.helpers.gradients import rows_of, table
 from tests.helpers.whole_steps import OPTIONS, Run, assert_on_its_way, trajectories
 
 # What a full memory looks like from torch, and from NumPy.
@@ -93,44 +86,10 @@ def test_memory_that_runs_out_while_rows_catch_up(action: str, monkeypatch: pyte
         assert_on_its_way(run, expected)
 
 
-@pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("name", OPTIONS)
-def test_memory_that_runs_out_in_a_first_step(name: str) -> None:
-    cls, options = OPTIONS[name]
-
-    def prepare() -> tuple[Any, list[nn.Parameter]]:
-        torch.manual_seed(0)
-        params = [table(5, 2, dtype=torch.float64), table(3, dtype=torch.float64)]
-        params[0].grad, params[1].grad = rows_of(params[0], [3, 1, 3]), torch.ones_like(params[1])
-        return cls(params, lr=0.1, **options), params
-
-    whole = prepare()
-    starts = [param.detach().clone() for param in whole[1]]
-    whole[0].step()
-    for optimizer, params in after_scarcity(prepare, lambda world: world[0].step()):
-        for param, start, end in zip(params, starts, whole[1], strict=True):
-            has_stepped = int(optimizer.state[param].get("step", 0)) == 1
-            assert torch.equal(param.detach(), end.detach() if has_stepped else start)
-            if has_stepped:
-                param.grad = None  # as a program would that goes on from here
-        optimizer.step()
-        for param, end in zip(params, whole[1], strict=True):
-            assert torch.equal(param, end)
-
-
-@pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
-@pytest.mark.parametrize("tensor_lr", [False, True], ids=["number", "tensor"])
-def test_a_step_that_could_not_be_counted_is_counted_later_as_it_was(
-    dense: bool, tensor_lr: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_could_not_be_counted_is_counted_later_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if a schedule has changed the learning rate in the meantime."""
-    rates = [0.1, 0.5]
-    module = embedding(6)
-    twins = Twins(module, lr=torch.tensor(rates[0], dtype=torch.float64) if tensor_lr else rates[0])
+    twins = Twins(embedding(6), lr=0.1)
     twins.look_up(*range(6))
-    if dense:
-        twins.model.sparse = False
     left = 3
 
     def advance(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -146,39 +105,13 @@ def test_a_step_that_could_not_be_counted_is_counted_later_as_it_was(
         with pytest.raises(MemoryError, match="no room"):
             twins.look_up(1, 2)  # torch's side has not stepped
         twins.theirs.step()
-        for optimizer in (twins.ours, twins.theirs):
-            for group in optimizer.param_groups:
-                if tensor_lr:
-                    group["lr"].fill_(rates[1])
-                else:
-                    group["lr"] = rates[1]
+        twins.set(lr=0.5)
         with pytest.raises(MemoryError, match="no room"):
             twins.ours.flush()
     for _ in range(3):
         twins.look_up(0, 2)
-    twins.model.sparse = True
     twins.look_up(3)
     twins.assert_same()
-
-
-def test_parts_of_a_kernel_ask_for_no_memory() -> None:
-    """Their threads could not tell anybody that there was none, with other parts already done."""
-    runtime: Any = import_module("numba.core.runtime")
-
-    param = torch.ones(5000, 2)
-    state = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
-    scalars = Scalars(0.9, 0.999, 1e-8, 0.1)
-
-    def allocations(ids: Tensor) -> int:
-        gradient = row_gradient(rows_of(param, ids, 1.0), param.shape)
-        before = runtime.rtsys.get_allocation_stats().alloc
-        update = admit(param, state, gradient, admit_state(param, state), scalars)
-        compiled.update([update], Outcome())
-        return int(runtime.rtsys.get_allocation_stats().alloc - before)
-
-    runtime._nrt_python.memsys_enable_stats()
-    allocations(torch.arange(5000))
-    assert allocations(torch.arange(5000)) == allocations(torch.arange(4999, -1, -1))
 
 
 ROOM = """
@@ -237,11 +170,10 @@ print(sum(failed))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a limit on memory needs Linux")
-@pytest.mark.parametrize("name", ["SparseAdam", "DeferredAdam"])
-@pytest.mark.parametrize("backend", ["numba", pytest.param("reference", marks=only_long)])
-def test_a_limit_on_memory(name: str, backend: str) -> None:
+@pytest.mark.parametrize("name", ["SparseAdam", pytest.param("DeferredAdam", marks=only_long)])
+def test_a_limit_on_memory(name: str) -> None:
     """From none on, until there is enough for a whole step: one table after the other gets its moments."""
-    environment = os.environ | {"ROWSTEP_BACKEND": backend}
+    environment = os.environ | {"ROWSTEP_BACKEND": "numba"}
     command = [sys.executable, "-c", ROOM, name]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]

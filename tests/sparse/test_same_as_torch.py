@@ -29,9 +29,10 @@ def pair(param: Parameter, **options: Any) -> tuple[SparseAdam, torch.optim.Spar
     return SparseAdam([param], **options), torch.optim.SparseAdam([twin], **options), twin
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_moments_have_the_same_bits_over_60_steps(options: dict[str, Any]) -> None:
-    ours = table(200, 9)
+def test_moments_have_the_same_bits_over_60_steps(options: dict[str, Any], dtype: torch.dtype) -> None:
+    ours = table(200, 9, dtype=dtype)
     optimizer, reference, theirs = pair(ours, **options)
     for step in range(60):
         grad = rows_of(ours, ids_at_most_twice(200, 60)) * 10.0 ** (step % 7 - 3)
@@ -39,6 +40,9 @@ def test_moments_have_the_same_bits_over_60_steps(options: dict[str, Any]) -> No
         step_with(reference, theirs, grad)
         for key in ("exp_avg", "exp_avg_sq"):
             assert same_bits(optimizer.state[ours][key], reference.state[theirs][key]), (key, step)
+    # An update that differs in its last bit may round the weight the other way, by one ulp of the weight a step.
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(ours, theirs, rtol=60 * unit, atol=60 * 2 * options.get("lr", 1e-3) * unit)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -61,17 +65,6 @@ def test_the_update_has_the_same_bits_where_torch_takes_the_right_root(options: 
         right = v.sqrt() == v.double().sqrt().float()
         assert same_bits(ours[rows][right], theirs[rows][right])
         assert ((ours - theirs).abs() <= 4 * 2**-23 * theirs.abs()).all()
-
-
-def test_weights_stay_together_over_60_steps() -> None:
-    ours = table(200, 9)
-    optimizer, reference, theirs = pair(ours)
-    for _ in range(60):
-        grad = rows_of(ours, ids_at_most_twice(200, 60))
-        step_with(optimizer, ours, grad)
-        step_with(reference, theirs, grad)
-    # An update that differs in its last bit may round the weight the other way, by one ulp of the weight a step.
-    torch.testing.assert_close(ours, theirs, rtol=60 * 2**-23, atol=60 * 2 * 1e-3 * 2**-23)
 
 
 def test_many_duplicates_agree_within_the_rounding_of_their_sum() -> None:
@@ -99,19 +92,7 @@ def test_duplicates_are_summed_in_order_of_occurrence() -> None:
     assert optimizer.state[param]["exp_avg"].flatten().tolist() == [0.0, 4.0, 11.0]
 
 
-def test_float64_agrees_to_its_last_bits() -> None:
-    ours = table(50, 6, dtype=torch.float64)
-    optimizer, reference, theirs = pair(ours)
-    for _ in range(30):
-        grad = rows_of(ours, ids_at_most_twice(50, 40))
-        step_with(optimizer, ours, grad)
-        step_with(reference, theirs, grad)
-        for key in ("exp_avg", "exp_avg_sq"):
-            assert same_bits(optimizer.state[ours][key], reference.state[theirs][key])
-    torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=1e-15)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_number_of_threads_gives_the_same_bits(dtype: torch.dtype) -> None:
     from rowstep._kernels.workspace import PARALLEL_FROM_BYTES
 
@@ -130,16 +111,6 @@ def test_any_number_of_threads_gives_the_same_bits(dtype: torch.dtype) -> None:
         results.append([param, optimizer.state[param]["exp_avg"], optimizer.state[param]["exp_avg_sq"]])
     for others in results[1:]:
         assert all(same_bits(one, other) for one, other in zip(results[0], others, strict=True))
-
-
-def test_one_row_may_hold_all_the_work_of_all_threads() -> None:
-    ours = table(1000, 16)
-    optimizer, reference, theirs = pair(ours)
-    torch.set_num_threads(3)
-    grad = rows_of(ours, [7] * 9000)
-    step_with(optimizer, ours, grad)
-    step_with(reference, theirs, grad)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_eps_is_added_to_the_uncorrected_root_of_a_sparse_gradient() -> None:
@@ -169,7 +140,7 @@ def test_eps_is_added_to_the_corrected_root_of_a_dense_gradient(dtype: torch.dty
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_dense_gradient_steps_as_under_fused_adam(dtype: torch.dtype, options: dict[str, Any]) -> None:
     ours = [table(7, 5, dtype=dtype), table(3, dtype=dtype), table(2, 2, 2, dtype=dtype)]
     theirs = [copy_of(param) for param in ours]
@@ -184,17 +155,6 @@ def test_a_dense_gradient_steps_as_under_fused_adam(dtype: torch.dtype, options:
         assert optimizer.state[one].keys() == reference.state[other].keys()
         for key, value in reference.state[other].items():
             assert torch.equal(optimizer.state[one][key], value)
-
-
-def test_a_dense_gradient_steps_as_under_plain_adam() -> None:
-    ours = table(40, 10)
-    theirs = copy_of(ours)
-    optimizer, reference = SparseAdam([ours]), torch.optim.Adam([theirs])
-    for _ in range(20):
-        grad = torch.randn_like(ours)
-        step_with(optimizer, ours, grad)
-        step_with(reference, theirs, grad)
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
 def test_one_optimizer_takes_both_kinds_of_gradient_in_one_step() -> None:
