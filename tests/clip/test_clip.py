@@ -40,8 +40,10 @@ def assert_same_gradients(params: list[Parameter], twins: list[Parameter]) -> No
 NORM_TYPES = (2.0, 1.0, 3.0, 0.5, math.inf, 0.0, -0.5, -1.0, -2.0, -math.inf, math.nan, 1e-3, -1e-3, 40.0, -40.0)
 
 
-@pytest.mark.parametrize("norm_type", NORM_TYPES)
-@pytest.mark.parametrize("max_norm", [0.1, 1e6, 0.0, math.inf, math.nan])
+@pytest.mark.parametrize(
+    ("norm_type", "max_norm"),
+    [*((norm_type, 0.1) for norm_type in NORM_TYPES), *((2.0, limit) for limit in (1e6, 0.0, math.inf, math.nan))],
+)
 def test_the_norm_and_the_clipped_gradients_are_torchs(norm_type: float, max_norm: float) -> None:
     params, twins = mixed_and_dense(torch.float64)
     norm = clip_grad_norm_(params, max_norm, norm_type)
@@ -54,7 +56,6 @@ def test_the_norm_and_the_clipped_gradients_are_torchs(norm_type: float, max_nor
 def tensors_for_norms() -> dict[str, list[Tensor]]:
     nan, inf = math.nan, math.inf
     return {
-        "full": [torch.tensor([[1.0], [2.0], [-3.0]])],
         "with zeros": [torch.tensor([[1.0], [0.0], [3.0]])],
         "zeros": [torch.zeros(3, 1)],
         "two": [torch.tensor([[2.0], [2.0]]), torch.tensor([[3.0, 1.0]])],
@@ -63,12 +64,11 @@ def tensors_for_norms() -> dict[str, list[Tensor]]:
         "NaN elsewhere": [torch.tensor([[2.0], [2.0]]), torch.tensor([[nan], [1.0]])],
         "inf": [torch.tensor([[inf], [1.0], [0.0]])],
         "-inf and NaN": [torch.tensor([[-inf], [1.0]]), torch.tensor([[nan], [0.0]])],
-        "ones": [torch.ones(2, 2)],
         "without columns": [torch.ones(2, 1), torch.ones(3, 0)],
     }
 
 
-@pytest.mark.parametrize("norm_type", [power for power in NORM_TYPES if power == power])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 0.5, math.inf, 0.0, -1.0, -math.inf, -40.0])
 @pytest.mark.parametrize("case", tensors_for_norms())
 def test_any_mix_of_layouts_has_torchs_norm(case: str, norm_type: float) -> None:
     """Each tensor once dense, once sparse in all rows, once in those that are not 0: all mixes."""
@@ -103,21 +103,6 @@ def test_a_norm_beyond_the_numbers_there_are_is_infinite(norm_type: float) -> No
     param = table(4, 2)
     param.grad = rows_of(param, [0, 1, 1], 1e30)
     assert float(clip_grad_norm_(param, 1e30, norm_type)) == math.inf
-
-
-def test_a_norm_is_taken_in_float64() -> None:
-    param = table(4, 2)
-    param.grad = rows_of(param, [0, 1, 1], 1e30)
-    assert float(clip_grad_norm_(param, 1e38)) == pytest.approx(1e30 * 10**0.5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_dtypes(dtype: torch.dtype) -> None:
-    params, twins = mixed_and_dense(dtype)
-    truth = torch.cat([twin.grad.double().flatten() for twin in twins if twin.grad is not None]).norm()
-    assert float(clip_grad_norm_(params, 0.5)) == pytest.approx(
-        float(truth), rel=1e-2 if dtype == torch.bfloat16 else 1e-12
-    )
 
 
 def test_the_norm_is_of_what_duplicates_sum_to() -> None:
@@ -169,13 +154,6 @@ def test_nothing_to_clip() -> None:
     assert float(clip_grad_norm_(iter([empty]), 1.0)) == 0.0
 
 
-def test_an_index_outside_the_table_is_an_error() -> None:
-    param = table(4, 2)
-    param.grad = sparse([[1, 9]], torch.ones(2, 2), (4, 2), checked=False)
-    with pytest.raises(IndexError, match="index 9 in dimension 0; expected 0 <= index < 4"):
-        clip_grad_norm_(param, 1.0)
-
-
 def test_many_threads_find_the_same_norm() -> None:
     param = table(5000, 64)
     param.grad = rows_of(param, torch.randint(5000, (6000,)))
@@ -208,9 +186,10 @@ def clamped_alone(grad: Tensor, clip_value: float) -> Tensor:
     return grad.to_dense()
 
 
-@pytest.mark.parametrize("clip_value", [1, 0, 0.25, math.inf, 10**30])
-@pytest.mark.parametrize("sparse_dim", [0, 1, 2, 3])
-@pytest.mark.parametrize("count", [0, 1, 40])
+@pytest.mark.parametrize(
+    ("clip_value", "sparse_dim", "count"),
+    [(1, 0, 40), (0, 1, 40), (0.25, 1, 40), (0.25, 2, 40), (math.inf, 3, 40), (10**30, 1, 1), (0.25, 1, 0)],
+)
 def test_a_sparse_gradient_alone_is_clamped(clip_value: float, sparse_dim: int, count: int) -> None:
     grad = entries_of(table(3, 2, 2), count, sparse_dim)
     full = grad.to_dense().clone()

@@ -38,12 +38,6 @@ def parts_of_another() -> tuple[list[Tensor], Tensor]:
     return [a.weight, b.weight, c.weight], a(ids(1, 1, 5)) + torch.cat([b(ids(0)), c(ids(3, 3))])
 
 
-def a_prefix() -> tuple[list[Tensor], Tensor]:
-    a, b = embedding(), embedding()
-    wide = a(ids(1, 2, 3, 1))
-    return [a.weight, b.weight], torch.cat([wide[:2] + b(ids(4, 4)), wide[2:]])
-
-
 def another_shape() -> tuple[list[Tensor], Tensor]:
     a, b = embedding(columns=2), embedding(columns=4)
     return [a.weight, b.weight], a(ids(1, 2, 3, 1)).view(2, 4) + b(ids(6, 6))
@@ -66,7 +60,6 @@ def a_parameter_listed_twice() -> tuple[list[Tensor], Tensor]:
 
 MODELS: list[Callable[[], tuple[list[Tensor], Tensor]]] = [
     parts_of_another,
-    a_prefix,
     another_shape,
     a_dense_parameter_through_a_view,
     one_table_twice,
@@ -74,7 +67,6 @@ MODELS: list[Callable[[], tuple[list[Tensor], Tensor]]] = [
 ]
 WAYS_BACK: dict[str, Callable[[Tensor], Any]] = {
     "sum": lambda out: torch.autograd.backward(out.sum()),
-    "square": lambda out: torch.autograd.backward(out.square().sum()),
     "keeps its graph": lambda out: torch.autograd.backward(out.square().sum(), retain_graph=True),
     "with a gradient": lambda out: torch.autograd.backward(out, torch.randn(out.shape, dtype=out.dtype)),
 }
@@ -95,7 +87,9 @@ def norm_of(grads: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("way", WAYS_BACK)
 @pytest.mark.parametrize("model", MODELS)
-def test_every_gradient_is_scaled_once(model: Callable[[], tuple[list[Tensor], Tensor]], way: str) -> None:
+def test_every_gradient_is_scaled_once_and_clamped_by_its_own_sums(
+    model: Callable[[], tuple[list[Tensor], Tensor]], way: str
+) -> None:
     params, out = model()
     WAYS_BACK[way](out)
     objects = [param.grad for param in params]
@@ -107,19 +101,12 @@ def test_every_gradient_is_scaled_once(model: Callable[[], tuple[list[Tensor], T
         assert grad is not None
         torch.testing.assert_close(grad.to_dense(), old * (0.1 / (norm + 1e-6)))
     torch.testing.assert_close(clip_grad_norm_(params, 1e9), torch.tensor(0.1, dtype=torch.float64), rtol=1e-4, atol=0)
-
-
-@pytest.mark.parametrize("way", WAYS_BACK)
-@pytest.mark.parametrize("model", MODELS)
-def test_every_gradient_is_clamped_by_its_own_sums(model: Callable[[], tuple[list[Tensor], Tensor]], way: str) -> None:
-    params, out = model()
-    WAYS_BACK[way](out)
-    objects, before = [param.grad for param in params], full_gradients(params)
-    clip_grad_value_(params, 0.3)
+    before = full_gradients(params)
+    clip_grad_value_(params, 0.03)
     for param, grad, old in zip(params, objects, before, strict=True):
         assert param.grad is grad
         assert grad is not None
-        torch.testing.assert_close(grad.to_dense(), old.clamp(-0.3, 0.3))
+        torch.testing.assert_close(grad.to_dense(), old.clamp(-0.03, 0.03))
 
 
 def test_gradients_of_tied_parameters_are_one() -> None:
@@ -145,14 +132,6 @@ def test_what_the_caller_passed_to_backward_is_the_callers(clip: Callable[[list[
         clip([module.weight])
         assert np.array_equal(np.asarray(kept), np.asarray(given))
         assert norm_of(full_gradients([module.weight])) < 0.01
-
-
-@pytest.mark.parametrize("clip", CLIPS)
-def test_memory_of_numpy_is_numpys(clip: Callable[[list[Tensor]], object]) -> None:
-    numbers, module = np.ones((3, 2)), embedding()
-    module(ids(1, 2, 1)).backward(torch.from_numpy(numbers))  # only NumPy holds on to it
-    clip([module.weight])
-    assert (numbers == 1).all()
 
 
 def test_tensors_held_over_the_values_stay() -> None:
@@ -194,13 +173,3 @@ def test_a_later_backward_adds_to_the_clipped_gradient(coalesced: bool, own: boo
         added = torch.zeros(7, 2, dtype=torch.float64).index_add_(0, ids(5, 1), torch.ones(2, 2, dtype=torch.float64))
         torch.testing.assert_close(module.weight.grad.to_dense(), before * factor + added)
         coalesced = module.weight.grad.is_coalesced()
-
-
-def test_what_a_graph_saved_of_a_clipped_gradient_is_out_of_date() -> None:
-    param = table(3, 2)
-    param.grad = rows_of(param, [0, 2])
-    held = param.grad._values()
-    version = param.grad._version
-    clip_grad_norm_(param, 1e-3)
-    assert param.grad._version > version
-    assert held.norm() > 1e-3
