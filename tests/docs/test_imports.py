@@ -151,25 +151,3 @@ def test_every_module_that_a_layer_names_is_there() -> None:
     named = {module for layer in LAYERS.values() for module in layer.modules} - {"", "*"}
     assert named <= {top_level(module) for module in MODULES}
     assert {module for module, _ in EXCEPTIONS} <= MODULES.keys()
-
-
-def test_imports_are_seen_wherever_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(globals(), "SOURCES", tmp_path)
-    path = tmp_path / "rowstep" / "part" / "file.py"
-    path.parent.mkdir(parents=True)
-    path.write_text(
-        "import a.b\n"
-        "from . import beside\n"
-        "from .. import above\n"
-        "from ..other import name\n"
-        "if TYPE_CHECKING:\n    from c import d\n"
-        "def f():\n    class C:\n        import e\n"
-    )
-    assert imports_of(path) == [
-        ("a.b", 1, True),
-        ("rowstep.part.beside", 2, True),
-        ("rowstep.above", 3, True),
-        ("rowstep.other.name", 4, True),
-        ("c.d", 6, False),
-        ("e", 9, False),
-    ]

@@ -47,19 +47,6 @@ def test_the_page_has_a_table_to_replace() -> None:
         with_table("# A page without one\n", table([GOOD]))
 
 
-@pytest.mark.parametrize(
-    ("outcome", "is_good"),
-    [
-        (GOOD, True),
-        (GOOD._replace(failed=1), False),
-        (GOOD._replace(code=1), False),
-        (GOOD._replace(passed=0), False),
-    ],
-)
-def test_what_counts_as_good(outcome: Outcome, is_good: bool) -> None:
-    assert outcome.is_good is is_good
-
-
 def test_a_version_that_cannot_be_installed_is_a_failure_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,18 +60,6 @@ def test_a_version_that_cannot_be_installed_is_a_failure_and_leaves_nothing(
     assert outcome == Outcome(("0.0.1", "", "", ""), code=3)
     assert not outcome.is_good
     assert not (tmp_path / "environment").exists()
-
-
-def test_the_others_are_tried_after_a_failure(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    outcomes = {"2.8.0": GOOD._replace(failed=1), "2.10.0": GOOD._replace(versions=("2.10.0", "3.11.7", "", ""))}
-    monkeypatch.setattr(versions, "try_version", lambda version: outcomes[version])
-    assert versions.main(["2.8.0", "2.10.0"]) == 1
-    shown = capsys.readouterr()
-    assert "| 2.10.0 |" in shown.out
-    assert shown.err == "failed with torch 2.8.0\n"
-    assert versions.main(["2.10.0"]) == 0
 
 
 def test_only_a_run_of_all_versions_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.helpers.doc_blocks import ROOT
 
-MODULES = ("rowstep", "rowstep.arrays", "rowstep.checkpoint", "rowstep.distributed")
+MODULES = ("rowstep", "rowstep.arrays", "rowstep.distributed")
 _ENTRY = re.compile(r"^::: ([\w.]+)\n(?:    options:\n      members: \[([\w, ]*)\]\n)?", re.MULTILINE)
 
 
