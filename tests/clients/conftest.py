@@ -39,4 +39,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         return
     terminalreporter.section("clients")
     for line in REPORT:
-        terminalreporter.write_line(str(line))
+        terminalreporter.write_line(line)

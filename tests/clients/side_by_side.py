@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,25 +50,13 @@ Train = Callable[[Any, bool, Seen], None]
 """A program: it gets what makes its optimizer, whether its tables have sparse gradients, and whom to show each step."""
 
 
-class Line(NamedTuple):
-    """A line of the summary."""
-
-    program: str
-    steps: int
-    every: int
-    difference: float
-    same_bits: bool = False
-
-    def __str__(self) -> str:
-        when = "every step" if self.every == 1 else f"every {self.every}th"
-        bits = ", moments to the bit" if self.same_bits else ""
-        return (
-            f"{self.program:<40} {self.steps:>4} steps, weights and state after {when:<10}  "
-            f"largest difference {self.difference:.0e}{bits}"
-        )
+REPORT: list[str] = []
+"""A line for each run, shown in the end."""
 
 
-REPORT: list[Line] = []
+def line(program: str, run: Seen, apart: float, bits: str = "") -> str:
+    when = "every step" if run.every == 1 else f"every {run.every}th"
+    return f"{program:<40} {len(run.losses):>4} steps, compared after {when:<10}  largest difference {apart:.0e}{bits}"
 
 
 def assert_same_run(program: str, train: Train, theirs: Any, ours: Any, **how: Any) -> None:
@@ -86,12 +74,12 @@ def same_run(
     ours_sparse: bool = True,
     every: int = 1,
     tolerance: float = 1e-11,
-) -> Line:
+) -> str:
     runs = [Seen(every), Seen(every)]
     for run, make, sparse in zip(runs, (theirs, ours), (theirs_sparse, ours_sparse), strict=True):
         torch.manual_seed(0)
         train(make, sparse, run)
-    return Line(program, len(runs[0].losses), every, difference(*runs, tolerance=tolerance))
+    return line(program, runs[0], difference(*runs, tolerance=tolerance))
 
 
 def assert_same_bits(program: str, train: Train, theirs: Any, ours: Any, tables: Container[str]) -> None:
@@ -99,14 +87,14 @@ def assert_same_bits(program: str, train: Train, theirs: Any, ours: Any, tables:
     REPORT.append(same_bits(program, train, theirs, ours, tables))
 
 
-def same_bits(program: str, train: Train, theirs: Any, ours: Any, tables: Container[str]) -> Line:
+def same_bits(program: str, train: Train, theirs: Any, ours: Any, tables: Container[str]) -> str:
     leader = Seen()
     follower = Following(leader)
     for run, make in ((leader, theirs), (follower, ours)):
         torch.manual_seed(0)
         train(make, True, run)
     worst = difference(leader, follower, tolerance=1e-6, exact=tables)
-    return Line(program, len(leader.losses), 1, worst, same_bits=True)
+    return line(program, leader, worst, ", moments to the bit")
 
 
 def difference(theirs: Seen, ours: Seen, *, tolerance: float, exact: Container[str] = ()) -> float:

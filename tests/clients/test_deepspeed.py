@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rowstep import DeferredAdam, SparseAdam, StaleRowsError
-from tests.clients.side_by_side import REPORT, Both, Line, Seen, same_bits, same_run
+from tests.clients.side_by_side import REPORT, Both, Seen, same_bits, same_run
 from tests.helpers.ranks import Ranks
 
 RANKS, ROWS, WIDTH = 2, 100, 6
@@ -91,7 +91,7 @@ def deferred(model: Model) -> DeferredAdam:
     return DeferredAdam(model, lr=0.02, allow_stale=True)
 
 
-def sparse_adam_on_rank(rank: int) -> tuple[Line, Line]:
+def sparse_adam_on_rank(rank: int) -> tuple[str, str]:
     return (
         same_run("DeepSpeed, SparseAdam", train, two_optimizers, one_optimizer),
         same_bits(
@@ -100,7 +100,7 @@ def sparse_adam_on_rank(rank: int) -> tuple[Line, Line]:
     )
 
 
-def deferred_adam_on_rank(rank: int, every: int) -> Line:
+def deferred_adam_on_rank(rank: int, every: int) -> str:
     name = "DeepSpeed, DeferredAdam"
     return same_run(name, train, adam, deferred, theirs_sparse=False, every=every)
 

@@ -55,8 +55,7 @@ class Run:
             self.accelerator.clip_grad_norm_(self.model.parameters(), norm)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(("accumulate", "clip"), [(1, 0.5), (3, None)])
 def test_a_prepared_run(rivals: Rivals, accumulate: int, clip: float | None) -> None:
     def train(model: Taste, make: Make) -> None:
         run = Run(model, make, gradient_accumulation_steps=accumulate)

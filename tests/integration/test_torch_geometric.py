@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch_geometric.datasets import KarateClub
-from torch_geometric.nn import MetaPath2Vec, Node2Vec, TransE
-from torch_geometric.typing import WITH_PYG_LIB
+from torch_geometric.nn import MetaPath2Vec, TransE
 
 from rowstep import DeferredAdam, SparseAdam
 
@@ -87,19 +86,6 @@ def test_metapath2vec(name: str) -> None:
         lambda sparse: MetaPath2Vec(edges, 16, [*edges], walk_length=10, context_size=5, sparse=sparse),
         lambda model: model.loader(batch_size=4, shuffle=True),
         lambda model: faction_of(model, lambda: model("member")),
-        epochs=20,
-        gain=0.2,
-    )
-
-
-@pytest.mark.skipif(not WITH_PYG_LIB, reason="Node2Vec's random walks need pyg-lib, which the package index has not")
-@pytest.mark.parametrize("name", RIVALS)
-def test_node2vec(name: str) -> None:
-    assert_learn_alike(
-        name,
-        lambda sparse: Node2Vec(CLUB.edge_index, 16, walk_length=10, context_size=5, walks_per_node=5, sparse=sparse),
-        lambda model: model.loader(batch_size=4, shuffle=True),
-        lambda model: faction_of(model, model),
         epochs=20,
         gain=0.2,
     )

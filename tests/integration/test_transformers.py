@@ -103,8 +103,5 @@ def test_a_class_for_the_trainer_to_make_its_optimizer_of(cls: type[Optimizer], 
     model = classifier()
     run = trainer(model, None, tmp_path, optimizer_cls_and_kwargs=(cls, {"lr": RATE}))
     before = loss(run)
-    optimizer = run.create_optimizer()
-    if isinstance(optimizer, DeferredAdam):  # the Trainer gives it parameters, not the model
-        optimizer.attach(model)
     run.train()
     assert loss(run) < 0.7 * before
