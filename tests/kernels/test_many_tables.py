@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from rowstep import DeferredAdamW, SparseAdam
 from rowstep._backends import numba as compiled
-from rowstep._kernels import internals, pool, update
+from rowstep._kernels import internals, pool
 from tests.helpers.gradients import rows_of, same_bits
 
 # Rows, columns and ids: of one size and of very different ones; tables with one row, with one id, with one column.
@@ -179,12 +179,14 @@ def test_without_a_pool_that_we_know_threads_come_from_prange(monkeypatch: pytes
     monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
     monkeypatch.setattr(compiled, "PARALLEL_FROM_BYTES", 0)
     torch.set_num_threads(2)
-    results = []
+    results, asked_for = [], []
+    prange = pool.OverThreads._with_prange
+    monkeypatch.setattr(pool.OverThreads, "_with_prange", lambda self: asked_for.append(self) or prange(self))
     for address in (internals.pool_address(), None):
         monkeypatch.setattr(pool, "_pool", lambda address=address: address)
         params = tables()
         run([SparseAdam(params)], params)
         results.append(params)
-    assert update.update._by_prange is not None
+    assert asked_for
     for one, other in zip(*results, strict=True):
         assert same_bits(one, other)
