@@ -22,7 +22,7 @@ from benchmarks.peers.measures import SHARE, free_bytes
 from benchmarks.sparse import roofline
 from benchmarks.timing import Contender, Measurement, measure, threads
 from rowstep import SparseAdam
-from rowstep._kernels.memory import CACHE_LINE
+from rowstep._kernels.pointers import CACHE_LINE
 
 ROWS, IDS, WIDTH, DUPLICATES, THREADS = "rows", "ids", "width", "duplicates", "threads"
 LABELS = {

@@ -235,12 +235,16 @@ class Schedule:
         return self._window.table
 
     @property
-    def record(self) -> Any:
-        """What a kernel is told of this schedule; it holds addresses, so the schedule has to outlive its use."""
+    def record(self) -> tuple[Any, ...]:
+        """What a kernel is told of this schedule, and what the addresses in it point to: to be held while it runs.
+
+        A signal handler that steps in the meantime lets the schedule go on with others.
+        """
         timeline, window = self._timeline, self._window
         if timeline.recorded[0] is not window or timeline.recorded[1] is not timeline.decayed:
             timeline.recorded = window, timeline.decayed, self._new_record(timeline, window)
-        return timeline.recorded[2]
+        window, decayed, record = timeline.recorded
+        return record, window, decayed, timeline
 
     def _new_record(self, timeline: _Timeline, window: _Window) -> Any:
         record = np.empty(SCALARS + 3, np.int64)

@@ -179,9 +179,15 @@ def test_without_a_pool_that_we_know_threads_come_from_prange(monkeypatch: pytes
     monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
     monkeypatch.setattr(compiled, "PARALLEL_FROM_BYTES", 0)
     torch.set_num_threads(2)
-    results, asked_for = [], []
+    results: list[list[Parameter]] = []
+    asked_for: list[object] = []
     prange = pool.OverThreads._with_prange
-    monkeypatch.setattr(pool.OverThreads, "_with_prange", lambda self: asked_for.append(self) or prange(self))
+
+    def with_prange(self: pool.OverThreads) -> object:
+        asked_for.append(self)
+        return prange(self)
+
+    monkeypatch.setattr(pool.OverThreads, "_with_prange", with_prange)
     for address in (internals.pool_address(), None):
         monkeypatch.setattr(pool, "_pool", lambda address=address: address)
         params = tables()

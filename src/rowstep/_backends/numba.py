@@ -25,13 +25,6 @@ from .._state import compute_dtype
 from .gate import LateRows, Place, RowUpdate
 from .outcome import Outcome
 
-# An empty array of a type tells the kernels how to read an address. For bfloat16 see _kernels/floats.py.
-_LIKE: dict[torch.dtype, Any] = {
-    torch.bfloat16: np.empty(0, np.uint16),
-    torch.float32: np.empty(0, np.float32),
-    torch.float64: np.empty(0, np.float64),
-}
-
 # The types of Numba's that kernels read and write; bfloat16 travels as its bits.
 _TYPES = {
     torch.bfloat16: types.uint16,
@@ -126,29 +119,30 @@ def _write_job(update: RowUpdate, jobs: Any, number: int) -> None:
 def catch_up(late: LateRows, place: Place, rows: Tensor | range) -> int | None:
     """Bring these rows of a table and its moments from the steps in their notes to the schedule's."""
     p_at, m_at, v_at, u_at, _, dtype, m_dtype, v_dtype, _ = place.at
-    schedule, row_count, kept = late.schedule, late.notes.numel(), late.kept
+    row_count, kept, held = late.notes.numel(), late.kept, late.schedule.record
     columns = late.param.numel() // max(1, row_count)
-    threads = _threads_for((len(rows) if isinstance(rows, range) else rows.numel()) * columns * dtype.itemsize)
-    scratch = _totals(2 * threads, columns, dtype, m_dtype, v_dtype)
-    arguments = (
-        row_count, place.notes_at, p_at, m_at, v_at, u_at, columns, schedule.record, late.key,
-        _LIKE[dtype], _LIKE[m_dtype], _LIKE[v_dtype],
+    ids_at, first, last = (0, rows.start, rows.stop) if isinstance(rows, range) else (rows.data_ptr(), 0, rows.numel())
+    threads = _threads_for((last - first) * columns * dtype.itemsize)
+    number = _TYPES[compute_dtype(dtype, m_dtype, v_dtype)]
+    kind = catching_up.Kind(
+        _TYPES[dtype], _TYPES[m_dtype], _TYPES[v_dtype], number,
         kept.first or None,
         None if kept.second == "element" else True,
-        schedule.amsgrad or None,
+        kept.amsgrad or None,
         kept.is_rounded or None,
         late.rounds_weights or None,
     )  # fmt: skip
-    if isinstance(rows, range):
-        catching_up.catch_up_range(threads, scratch, rows.start, rows.stop, *arguments)
-        return None
-    work = rows.data_ptr(), rows.numel()
+    arguments = (
+        threads, ids_at, first, last, row_count, place.notes_at, p_at, m_at, v_at, u_at, columns, held[0], late.key,
+        workspace.totals(2 * threads, columns, number),
+    )  # fmt: skip
+    kernel, position = catching_up.catching_up(kind), -1
     if threads == 1:
-        position = catching_up.catch_up_ids_part(0, scratch, *work, *arguments)
+        position = kernel.part_kernel(0, *arguments)
     else:
-        position = row_kernels.first_outside(*work, row_count)
-        catching_up.catch_up_ids(threads, scratch, *work, *arguments)
-    return None if position < 0 else int(rows.view(-1)[position])
+        position = row_kernels.first_outside(ids_at, last, row_count) if ids_at else -1
+        kernel(threads, *arguments)
+    return None if position < 0 else int(rows.view(-1)[position])  # type: ignore[union-attr]  # a range is inside
 
 
 def look_at(rows: Tensor, notes: Tensor, step: int) -> tuple[int | None, int]:
@@ -159,7 +153,3 @@ def look_at(rows: Tensor, notes: Tensor, step: int) -> tuple[int | None, int]:
 
 def _threads_for(byte_count: int) -> int:
     return 1 if byte_count < PARALLEL_FROM_BYTES else torch.get_num_threads()
-
-
-def _totals(parts: int, columns: int, *dtypes: torch.dtype) -> Any:
-    return workspace.totals(parts, columns, _TYPES[compute_dtype(*dtypes)])

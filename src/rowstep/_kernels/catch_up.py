@@ -2,14 +2,18 @@
 
 No sorting here: ``notes`` says for every row at which step it was last up to date, and a row that has just been brought
 up to date is passed over when its id comes again. Threads share the rows by their number, so no two meet.
+
+Flat, and made for each kind, as ``rows`` is.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
+from numba import types
 
 from .._schedule import (
     BETA1_POWERS_AT,
@@ -36,329 +40,209 @@ from .._schedule import (
     STEP,
     WINDOW_AT,
 )
-from . import INLINE
 from .cache import kernel
-from .floats import narrow, widen
-from .memory import (
-    address_of,
-    borrowed,
-    float64s_at,
-    int32s_at,
-    int64s_at,
-    is_there,
-    optional_row_at,
-    prefetch,
-    row_at,
-    unless,
-)
+from .floats import narrow, store, widen
+from .pointers import address_of, pointer, prefetch
 from .pool import OverThreads
-from .rounding import state_key, stored_first, stored_second, weights_key
-from .rows import first_outside
+from .rounding import first_bits, second_bits, state_key, weights_key
 
 _ROWS_AHEAD = 8
 _NOTES_AHEAD = 32
 
 
-@kernel
-def catch_up_ids_part(
-    part, scratch, ids_at, count,
-    row_count, notes_at, p_at, m_at, v_at, u_at, columns, schedule, key, p_like, m_like, v_like,
-    momentum, by_row, amsgrad, rounds_state, rounds_weights,
-):  # fmt: skip
-    """Bring the rows up to date that ``count`` ids name, and that belong to this part of the work.
+class Kind(NamedTuple):
+    """What a kernel is made for; an option that is off is None."""
 
-    If an id is outside the table, nothing is done; its position is returned, and else -1.
-    """
-    position = first_outside(ids_at, count, row_count)
-    if position >= 0:
-        return position
-    ids = int64s_at(ids_at, count)
-    parts, notes, step = scratch.shape[0] // 2, int32s_at(notes_at, row_count), schedule[STEP]
-    sums, roots = scratch_rows(scratch, part)
-    p_like, m_like, v_like = borrowed(p_like), borrowed(m_like), borrowed(v_like)
-    schedule = borrowed(schedule)
-    p_bytes, m_bytes = columns * p_like.itemsize, columns * m_like.itemsize
-    v_bytes = (np.int64(1) if is_there(by_row) else columns) * v_like.itemsize
-    places = (p_at, m_at, v_at, u_at, v_bytes, columns, p_like, m_like, v_like)
-    options = (momentum, amsgrad, rounds_state, rounds_weights)
-    for position in range(ids.size):
-        if position + _NOTES_AHEAD < ids.size:
-            prefetch(notes_at + ids[position + _NOTES_AHEAD] * 4, 1)
-        if position + _ROWS_AHEAD < ids.size:
-            ahead = ids[position + _ROWS_AHEAD]
-            if notes[ahead] < step and ahead % parts == part:
-                prefetch(p_at + ahead * p_bytes, p_bytes)
-                if is_there(momentum):
-                    prefetch(m_at + ahead * m_bytes, m_bytes)
-                prefetch(v_at + ahead * v_bytes, v_bytes)
-        row = ids[position]
-        if row % parts == part and notes[row] < step:
-            catch_up_row(row, sums, roots, notes, places, schedule, key, by_row, options)
-    return -1
+    p: Any
+    m: Any
+    v: Any
+    number: Any
+    """The types of what is stored, and of what is computed with."""
+    momentum: Any = True
+    by_row: Any = None
+    amsgrad: Any = None
+    rounds_state: Any = None
+    rounds_weights: Any = None
+
+    @property
+    def name(self) -> str:
+        """For the file that the kernel is kept in."""
+        options = [name for name, on in zip(self._fields[4:], self[4:], strict=True) if on is not None]
+        return "-".join(["catch_up", *map(str, self[:4]), *options])
 
 
-@kernel
-def catch_up_range_part(
-    part, scratch, first, last,
-    row_count, notes_at, p_at, m_at, v_at, u_at, columns, schedule, key, p_like, m_like, v_like,
-    momentum, by_row, amsgrad, rounds_state, rounds_weights,
-):  # fmt: skip
-    """Bring those of the rows first..last-1 up to date that belong to this part of the work."""
-    parts, notes, step = scratch.shape[0] // 2, int32s_at(notes_at, row_count), schedule[STEP]
-    start, stop = first + (last - first) * part // parts, first + (last - first) * (part + 1) // parts
-    sums, roots = scratch_rows(scratch, part)
-    p_like, m_like, v_like = borrowed(p_like), borrowed(m_like), borrowed(v_like)
-    schedule = borrowed(schedule)
-    v_bytes = (np.int64(1) if is_there(by_row) else columns) * v_like.itemsize
-    places = (p_at, m_at, v_at, u_at, v_bytes, columns, p_like, m_like, v_like)
-    options = (momentum, amsgrad, rounds_state, rounds_weights)
-    for row in range(start, stop):
-        if notes[row] < step:  # it may be ahead, in a step that is made and not counted yet
-            catch_up_row(row, sums, roots, notes, places, schedule, key, by_row, options)
+@functools.cache
+def catching_up(kind: Kind) -> OverThreads:
+    """The kernel of a kind, to be called for all parts of the work."""
+    P, M, V, N = kind[:4]  # noqa: N806
+    momentum, by_row, amsgrad, rounds_state, rounds_weights = kind[4:]
+    is_by_row, has_momentum, has_maximum = by_row is not None, momentum is not None, amsgrad is not None
+    p_size, m_size, v_size, n_size = (each.bitwidth // 8 for each in kind[:4])
+    # The smallest number that has all its digits, and the smallest of all.
+    normal, tiny = (2.0**-126, 2.0**-149) if n_size == 4 else (2.0**-1022, 2.0**-1074)
 
+    def catch_up_part(
+        part, parts, ids_at, first, last, row_count, notes_at, p_at, m_at, v_at, u_at, columns, schedule, key, scratch
+    ):
+        """Bring rows first..last-1 up to date or, where there are ids, the rows that ids first..last-1 name.
 
-catch_up_ids, catch_up_range = OverThreads(catch_up_ids_part), OverThreads(catch_up_range_part)
+        If an id is outside the table, nothing is done; its position is returned, and else -1.
+        """
+        schedule_at = address_of(schedule)
+        words = pointer(schedule_at, types.int64)
+        scalars = pointer(schedule_at + SCALARS * 8, types.float64)
+        step, length, capacity = words[STEP], words[LENGTH], words[CAPACITY]
+        decayed, rate = pointer(words[DECAYED_AT], types.float64), pointer(words[RATE_AT], types.float64)
+        correction = pointer(words[ROOT_AT], types.float64)
+        beta1_powers = pointer(words[BETA1_POWERS_AT], types.float64)
+        beta2_powers = pointer(words[BETA2_POWERS_AT], types.float64)
+        notes, ids = pointer(notes_at, types.int32), pointer(ids_at, types.int64)
+        scratch_at = address_of(scratch) + 2 * part * scratch.shape[1] * n_size
+        sums, roots = pointer(scratch_at, N), pointer(scratch_at + scratch.shape[1] * n_size, N)
+        p_bytes, m_bytes, v_bytes = columns * p_size, columns * m_size, (1 if is_by_row else columns) * v_size
+        dust, zero, one = N(min(normal, scalars[EPS] * DUST_OF_EPS)), N(0), N(1)
+        now = decayed[step % capacity]
+        if ids_at != 0:
+            outside, limit = np.uint64(0), np.uint64(row_count)
+            for position in range(first, last):
+                outside |= np.uint64(np.uint64(ids[position]) >= limit)
+            if outside:
+                for position in range(first, last):
+                    if np.uint64(ids[position]) >= limit:
+                        return position
+        else:
+            first, last = first + (last - first) * part // parts, first + (last - first) * (part + 1) // parts
+        for position in range(first, last):
+            row = np.int64(position)
+            if ids_at != 0:
+                row = ids[position]
+                if position + _NOTES_AHEAD < last:
+                    prefetch(notes_at + ids[position + _NOTES_AHEAD] * 4, 1)
+                if position + _ROWS_AHEAD < last:
+                    ahead = ids[position + _ROWS_AHEAD]
+                    if notes[ahead] < step and ahead % parts == part:
+                        prefetch(p_at + ahead * p_bytes, p_bytes)
+                        if has_momentum:
+                            prefetch(m_at + ahead * m_bytes, m_bytes)
+                        prefetch(v_at + ahead * v_bytes, v_bytes)
+                if row % parts != part:
+                    continue
+            if notes[row] >= step:  # it may be ahead, in a step that is made and not counted yet
+                continue
 
+            # What the row has missed: its coefficients, and what decay leaves of its weights and moments.
+            start = np.int64(notes[row])
+            gap = step - start
+            notes[row] = np.int32(step)
+            kept, aged, count = math.exp(now - decayed[start % capacity]), 1.0, min(gap, length)
+            terms = pointer(words[WINDOW_AT] + count * COLUMNS * 8, types.float64)
+            if gap > length:
+                terms = pointer(words[FROZEN_AT] + start % capacity * COLUMNS * 8, types.float64)
+                aged = math.exp(now - decayed[(start + length) % capacity])
+            p, m = pointer(p_at + row * p_bytes, P), pointer(m_at + row * m_bytes, M)
+            v, u = pointer(v_at + row * v_bytes, V), pointer(u_at + row * v_bytes, V)
+            m_key, p_key = state_key(row, key, rounds_state), weights_key(row, key, rounds_weights)
+            # A power of a beta as two factors that N can hold; nearly always the second is 1. 1e-46 is 0 in float32,
+            # but 1e24 times 1e-46 is not. And no factor is 0: an infinite moment stays infinite, as it does step by
+            # step.
+            power1, power2 = beta1_powers[gap], beta2_powers[gap]
+            beta1_power, beta1_rest, beta2_power, beta2_rest = N(power1), one, N(power2), one
+            if power1 < normal:
+                beta1_power = beta1_rest = N(max(math.sqrt(power1), tiny))
+            if power2 < normal:
+                beta2_power = beta2_rest = N(max(math.sqrt(power2), tiny))
+            kept_n = N(kept)
 
-@njit(**INLINE)
-def scratch_rows(scratch, part):
-    """The two rows of scratch memory that belong to this part."""
-    columns = scratch.shape[1]
-    start, size = address_of(scratch) + 2 * part * columns * scratch.itemsize, columns * scratch.itemsize
-    return row_at(start, columns, scratch), row_at(start + size, columns, scratch)
+            if is_by_row and not has_momentum:  # there is but weight decay to do
+                if kept != 1:
+                    for c in range(columns):
+                        store(p, c, kept_n * widen(p[c], N), P, first_bits(p_key, c))
+            elif is_by_row:
+                # One factor multiplies the momentum of the whole row, as a product of two: the first is what it is
+                # divided by, so that nothing overflows that is multiplied by it first.
+                second = np.float64(widen(v[0], N))
+                root, is_still = math.sqrt(second), True
+                for c in range(columns):
+                    is_still &= widen(m[c], N) == zero
+                if terms[SAFE] <= 0 or not second <= terms[SAFE] or is_still:
+                    mean = max(terms[EBAR], normal)
+                    theta = mean / (root + mean)
+                    series = terms[M2] - theta * (terms[M3] - theta * (terms[M4] - theta * terms[M5]))
+                    move, scale = 1 / (root + mean), aged * (terms[M0] + theta * theta * series)
+                else:
+                    move, scale = 1 / (root + normal), 0.0
+                    for j in range(1, count + 1):
+                        slot = (start + j) % capacity
+                        weight = rate[slot] * math.exp(now - decayed[slot]) * scalars[RATIO] ** j
+                        e = max(scalars[EPS] * correction[slot] * scalars[GROWTH] ** j, normal)
+                        scale += weight * ((root + normal) / (root + e))
+                move_n, scale_n = N(move), N(scale)
+                for c in range(columns):
+                    m_c = widen(m[c], N)
+                    store(p, c, kept_n * widen(p[c], N) - m_c * move_n * scale_n, P, first_bits(p_key, c))
+                    m_c = m_c * beta1_power * beta1_rest
+                    store(m, c, zero if abs(m_c) < dust else m_c, M, first_bits(m_key, c))
+            else:
+                # Whether the series is good enough for every number of this row that still moves. Under amsgrad the
+                # largest second moment divides, and it does not decay.
+                unsafe, bound = False, N(terms[SAFE])
+                if terms[SAFE] > 0:
+                    for c in range(columns):
+                        divisor = widen(u[c], N) if has_maximum else widen(v[c], N)
+                        unsafe |= (divisor <= bound) & (widen(m[c], N) != zero)
+                if not unsafe:
+                    # All missed steps at once, with the sum expanded around the mean of e. The mean is never 0, and m
+                    # is divided before anything else: where m is 0, nothing but weight decay moves p.
+                    mean_n, m0 = N(max(terms[EBAR], normal)), N(terms[M0] * aged)
+                    m2, m3 = N(terms[M2] * aged), N(terms[M3] * aged)
+                    m4, m5 = N(terms[M4] * aged), N(terms[M5] * aged)
+                    for c in range(columns):
+                        m_c, v_c = widen(m[c], N), widen(v[c], N)
+                        divisor = widen(u[c], N) if has_maximum else v_c
+                        inverse = one / (math.sqrt(divisor) + mean_n)
+                        theta_n = mean_n * inverse
+                        total = m0 + theta_n * theta_n * (m2 - theta_n * (m3 - theta_n * (m4 - theta_n * m5)))
+                        bits = first_bits(m_key, c)
+                        store(p, c, kept_n * widen(p[c], N) - m_c * inverse * total, P, first_bits(p_key, c))
+                        m_c = m_c * beta1_power
+                        store(m, c, zero if abs(m_c) < dust else m_c, M, bits)
+                        store(v, c, v_c * beta2_power, V, second_bits(bits))
+                else:
+                    # The moves one by one. Here too e is never 0 and m is divided first.
+                    for c in range(columns):
+                        sums[c] = zero
+                        roots[c] = math.sqrt(widen(u[c], N) if has_maximum else widen(v[c], N))
+                    for j in range(1, count + 1):
+                        slot = (start + j) % capacity
+                        weight_n = N(rate[slot] * math.exp(now - decayed[slot]) * scalars[RATIO] ** j)
+                        e_n = N(max(scalars[EPS] * correction[slot] * scalars[GROWTH] ** j, normal))
+                        for c in range(columns):
+                            sums[c] += weight_n * (widen(m[c], N) / (roots[c] + e_n))
+                    for c in range(columns):
+                        bits = first_bits(m_key, c)
+                        store(p, c, kept_n * widen(p[c], N) - sums[c], P, first_bits(p_key, c))
+                        m_c = widen(m[c], N) * beta1_power
+                        store(m, c, zero if abs(m_c) < dust else m_c, M, bits)
+                        store(v, c, widen(v[c], N) * beta2_power, V, second_bits(bits))
+                if beta1_rest != one or beta2_rest != one:  # what the second factors leave of the moments
+                    for c in range(columns):
+                        m_c = widen(m[c], N) * beta1_rest
+                        store(m, c, zero if abs(m_c) < dust else m_c, M, None)
+                        store(v, c, widen(v[c], N) * beta2_rest, V, None)
+            if is_by_row:
+                v[0] = narrow(widen(v[0], N) * beta2_power * beta2_rest, V)
+        return -1
 
-
-@njit(**INLINE)
-def catch_up_row(row, sums, roots, notes, places, schedule, key, by_row, options):
-    """Take all the steps that this row has missed."""
-    p_at, m_at, v_at, u_at, v_bytes, columns, p_like, m_like, v_like = places
-    momentum, amsgrad, rounds_state, rounds_weights = options
-    step, length, capacity = schedule[STEP], schedule[LENGTH], schedule[CAPACITY]
-    decayed = float64s_at(schedule[DECAYED_AT], capacity)
-    eps = float64s_at(address_of(schedule) + SCALARS * 8, 3)[EPS]
-    start = np.int64(notes[row])
-    gap = step - start
-    notes[row] = step
-    now = decayed[step % capacity]
-    kept, aged = math.exp(now - decayed[start % capacity]), 1.0
-    if gap <= length:
-        terms = float64s_at(schedule[WINDOW_AT] + gap * COLUMNS * 8, COLUMNS)
-    else:
-        terms = float64s_at(schedule[FROZEN_AT] + start % capacity * COLUMNS * 8, COLUMNS)
-        aged = math.exp(now - decayed[(start + length) % capacity])
-    p = row_at(p_at + row * columns * p_like.itemsize, columns, p_like)
-    m = optional_row_at(momentum, m_at + row * columns * m_like.itemsize, columns, m_like)
-    v = row_at(v_at + row * v_bytes, np.int64(1) if is_there(by_row) else columns, v_like)
-    keys = state_key(row, key, rounds_state), weights_key(row, key, rounds_weights)
-    beta1_power, beta1_rest = factors(float64s_at(schedule[BETA1_POWERS_AT], capacity + 1)[gap], sums)
-    beta2_power, beta2_rest = factors(float64s_at(schedule[BETA2_POWERS_AT], capacity + 1)[gap], sums)
-    dust = sums.dtype.type(min(smallest_normal(sums), eps * DUST_OF_EPS))
-    # Under amsgrad the largest second moment divides, and it does not decay. Without it u is None, and not v under
-    # another name: LLVM would find the two overlap and fall back to one number at a time (315 ns a row, not 60).
-    u = optional_row_at(amsgrad, u_at + row * v_bytes, columns, v_like)
-    path = (start, min(gap, length), terms, aged, kept, schedule)
-    powers = (beta1_power, beta1_rest, beta2_power, beta2_rest, dust)
-    catch_up_either(p, m, v, u, sums, roots, by_row, unless(by_row), path, powers, keys)
-
-
-@njit(**INLINE)
-def catch_up_either(p, m, v, u, sums, roots, by_row, by_element, path, powers, keys):
-    if by_element is not None:
-        catch_up_elements(p, m, v, u, sums, roots, path, powers, keys)
-    if by_row is not None:
-        catch_up_by_row(p, m, v, sums, path, powers, keys)
-
-
-@njit(**INLINE)
-def catch_up_elements(p, m, v, u, sums, roots, path, powers, keys):
-    """Take the missed steps of a row that has a second moment for each of its numbers."""
-    start, count, terms, aged, kept, schedule = path
-    beta1_power, beta1_rest, beta2_power, beta2_rest, dust = powers
-    if is_safe(m, v, u, terms[SAFE], sums):
-        catch_up_by_series(p, m, v, u, sums, terms, aged, kept, beta1_power, beta2_power, dust, keys)
-    else:
-        sum_moves(sums, roots, m, v, u, start, count, schedule)
-        catch_up_by_sums(p, m, v, sums, kept, beta1_power, beta2_power, dust, keys)
-    if beta1_rest != 1 or beta2_rest != 1:
-        decay_again(m, v, beta1_rest, beta2_rest, dust, sums)
-
-
-@njit(**INLINE)
-def catch_up_by_row(p, m, v, like, path, powers, keys):
-    """Take the missed steps of a row that has one second moment. Without momentum there is but weight decay to do."""
-    start, count, terms, aged, kept, schedule = path
-    beta1_power, beta1_rest, beta2_power, beta2_rest, dust = powers
-    if m is not None:
-        move, scale = move_by_row(m, v, like, terms, aged, start, count, schedule)
-        catch_up_with_move(p, m, move, scale, like, kept, beta1_power, beta1_rest, dust, keys)
-    if m is None and kept != 1:
-        shrink_row(p, like, kept, keys[1])
-    v[0] = narrow(widen(v[0], like) * beta2_power * beta2_rest, v)
-
-
-@njit(**INLINE)
-def move_by_row(m, v, like, terms, aged, start, count, schedule):
-    """What multiplies the momentum of a whole row, whose second moment is one number, as a product of two factors.
-
-    The first is what it is divided by, so that nothing overflows that is multiplied by it first.
-    """
-    second = np.float64(widen(v[0], like))
-    root, smallest = math.sqrt(second), smallest_normal(like)
-    if terms[SAFE] <= 0 or not second <= terms[SAFE] or is_zero(m, like):
-        mean = max(terms[EBAR], smallest)
-        theta = mean / (root + mean)
-        series = terms[M2] - theta * (terms[M3] - theta * (terms[M4] - theta * terms[M5]))
-        return 1 / (root + mean), aged * (terms[M0] + theta * theta * series)
-    step, capacity, total = schedule[STEP], schedule[CAPACITY], 0.0
-    rate, decay_so_far = float64s_at(schedule[RATE_AT], capacity), float64s_at(schedule[DECAYED_AT], capacity)
-    correction = float64s_at(schedule[ROOT_AT], capacity)
-    scalars = float64s_at(address_of(schedule) + SCALARS * 8, 3)
-    for j in range(1, count + 1):
-        slot = (start + j) % capacity
-        weight = rate[slot] * math.exp(decay_so_far[step % capacity] - decay_so_far[slot]) * scalars[RATIO] ** j
-        e = max(scalars[EPS] * correction[slot] * scalars[GROWTH] ** j, smallest)
-        total += weight * ((root + smallest) / (root + e))
-    return 1 / (root + smallest), total
-
-
-@njit(**INLINE)
-def is_zero(m, like):
-    for c in range(m.size):  # noqa: SIM110  Numba compiles no generator expressions
-        if widen(m[c], like) != 0:
-            return False
-    return True
-
-
-@njit(**INLINE)
-def catch_up_with_move(p, m, move, scale, like, kept, beta1_power, beta1_rest, dust, keys):
-    number = like.dtype.type
-    move, scale, kept, zero = number(move), number(scale), number(kept), number(0)
-    for c in range(p.size):
-        m_c = widen(m[c], like)
-        p[c] = stored_first(kept * widen(p[c], like) - m_c * move * scale, p, keys[1], c)
-        m[c] = stored_first(without_dust(m_c * beta1_power * beta1_rest, dust, zero), m, keys[0], c)
-
-
-@njit(**INLINE)
-def shrink_row(p, like, kept, key):
-    """Weight decay alone."""
-    kept = like.dtype.type(kept)
-    for c in range(p.size):
-        p[c] = stored_first(kept * widen(p[c], like), p, key, c)
-
-
-@njit(**INLINE)
-def divisor(v, u, c, like):
-    """The second moment that divides."""
-    return widen(v[c], like) if u is None else widen(u[c], like)
-
-
-@njit(**INLINE)
-def is_safe(m, v, u, bound, like):
-    """Whether the series is good enough for every number of this row that still moves."""
-    unsafe = False
-    if bound > 0:
-        least = like.dtype.type(bound)
-        for c in range(m.size):
-            unsafe |= (divisor(v, u, c, like) <= least) & (widen(m[c], like) != 0)
-    return not unsafe
-
-
-@njit(**INLINE)
-def catch_up_by_series(p, m, v, u, like, terms, aged, kept, beta1_power, beta2_power, dust, keys):
-    """All missed steps at once, with the sum expanded around the mean of e.
-
-    The mean is never 0, and m is divided before anything else: where m is 0, nothing but weight decay moves p.
-    """
-    number = like.dtype.type
-    mean, m0 = number(max(terms[EBAR], smallest_normal(like))), number(terms[M0] * aged)
-    m2, m3, m4, m5 = (
-        number(terms[M2] * aged), number(terms[M3] * aged), number(terms[M4] * aged), number(terms[M5] * aged)
-    )  # fmt: skip
-    one, zero, kept = number(1), number(0), number(kept)
-    for c in range(p.size):
-        m_c, v_c = widen(m[c], like), widen(v[c], like)
-        inverse = one / (math.sqrt(divisor(v, u, c, like)) + mean)
-        theta = mean * inverse
-        total = m0 + theta * theta * (m2 - theta * (m3 - theta * (m4 - theta * m5)))
-        p[c] = stored_first(kept * widen(p[c], like) - m_c * inverse * total, p, keys[1], c)
-        m[c] = stored_first(without_dust(m_c * beta1_power, dust, zero), m, keys[0], c)
-        v[c] = stored_second(v_c * beta2_power, v, keys[0], c)
-
-
-@njit(**INLINE)
-def sum_moves(sums, roots, m, v, u, start, count, schedule):
-    """The moves one by one: where the series is not good enough. Here too e is never 0 and m is divided first."""
-    number, step, capacity = sums.dtype.type, schedule[STEP], schedule[CAPACITY]
-    rate, root = float64s_at(schedule[RATE_AT], capacity), float64s_at(schedule[ROOT_AT], capacity)
-    decayed = float64s_at(schedule[DECAYED_AT], capacity)
-    scalars = float64s_at(address_of(schedule) + SCALARS * 8, 3)
-    ratio, growth, eps = scalars[RATIO], scalars[GROWTH], scalars[EPS]
-    for c in range(sums.size):
-        sums[c] = number(0)
-        roots[c] = math.sqrt(divisor(v, u, c, sums))
-    for j in range(1, count + 1):
-        slot = (start + j) % capacity
-        weight = number(rate[slot] * math.exp(decayed[step % capacity] - decayed[slot]) * ratio**j)
-        e = number(max(eps * root[slot] * growth**j, smallest_normal(sums)))
-        for c in range(sums.size):
-            sums[c] += weight * (widen(m[c], sums) / (roots[c] + e))
-
-
-@njit(**INLINE)
-def catch_up_by_sums(p, m, v, sums, kept, beta1_power, beta2_power, dust, keys):
-    number = sums.dtype.type
-    kept, zero = number(kept), number(0)
-    for c in range(p.size):
-        m_c = widen(m[c], sums)
-        p[c] = stored_first(kept * widen(p[c], sums) - sums[c], p, keys[1], c)
-        m[c] = stored_first(without_dust(m_c * beta1_power, dust, zero), m, keys[0], c)
-        v[c] = stored_second(widen(v[c], sums) * beta2_power, v, keys[0], c)
-
-
-@njit(**INLINE)
-def without_dust(momentum, dust, zero):
-    """The momentum, or 0 if it is too small to move anything."""
-    return zero if abs(momentum) < dust else momentum
-
-
-@njit(**INLINE)
-def smallest_normal(like):
-    """The smallest number that has all its digits."""
-    return 2.0**-126 if like.itemsize == 4 else 2.0**-1022
-
-
-@njit(**INLINE)
-def factors(power, like):
-    """A power of a beta as two factors that the type computed with can hold; nearly always the second is 1.
-
-    1e-46 is 0 in float32, but 1e24 times 1e-46 is not. And no factor is 0: an infinite moment stays infinite, as it
-    does step by step.
-    """
-    number = like.dtype.type
-    if power >= smallest_normal(like):
-        return number(power), number(1)
-    smallest = 2.0**-149 if like.itemsize == 4 else 2.0**-1074
-    half = number(max(math.sqrt(power), smallest))
-    return half, half
-
-
-@njit(**INLINE)
-def decay_again(m, v, beta1_power, beta2_power, dust, like):
-    """What the second factors leave of the moments."""
-    zero = like.dtype.type(0)
-    for c in range(m.size):
-        m[c] = narrow(without_dust(widen(m[c], like) * beta1_power, dust, zero), m)
-        v[c] = narrow(widen(v[c], like) * beta2_power, v)
+    catch_up_part.__name__ = catch_up_part.__qualname__ = kind.name
+    return OverThreads(kernel(catch_up_part))
 
 
 @kernel
 def look_at_ids(ids_at, count, row_count, notes_at, step):
     """The position of the first id that is not in the table, or else -1 - n if n of them name a row that waits."""
-    position = first_outside(ids_at, count, row_count)
-    if position >= 0:
-        return position
-    notes, stale = int32s_at(notes_at, row_count), 0
-    for row in int64s_at(ids_at, count):
-        stale += notes[row] < step
+    ids, notes, stale = pointer(ids_at, types.int64), pointer(notes_at, types.int32), 0
+    for position in range(count):
+        if np.uint64(ids[position]) >= np.uint64(row_count):
+            return position
+        stale += notes[ids[position]] < step
     return -1 - stale

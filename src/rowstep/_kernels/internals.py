@@ -1,7 +1,7 @@
 """Everything of Numba's that Numba does not promise to keep. No other file of this package imports it.
 
 what                                        for what                        if it changes
-``arrayobj``, ``make_array``                an array over a raw address     kernels do not compile: tests fail at once
+``make_array``                              the address of an array         kernels do not compile: tests fail at once
 ``cgutils``, ``get_compile_result``,        calling a kernel from a task    the same
 ``call_internal_no_propagate``              of the thread pool
 ``_launch_threads``, the symbol             threads without ``prange``      ``pool_address`` is None, and ``prange``
@@ -24,10 +24,8 @@ from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
 from numba.misc.appdirs import user_cache_dir as user_cache_dir
-from numba.np import arrayobj
 from numba.np.ufunc import parallel
 
 BYTES, INT64 = ir.IntType(8).as_pointer(), ir.IntType(64)
@@ -48,25 +46,9 @@ _DECLARED = (
 # Arrays
 
 
-def array_at(context: Any, builder: Any, array_type: Any, address: Any, size: Any) -> Any:
-    """An array of one dimension over the memory at this address; it is not reference counted."""
-    array = context.make_array(array_type)(context, builder)
-    item = context.get_constant(types.intp, context.get_abi_sizeof(context.get_data_type(array_type.dtype)))
-    pointer = builder.inttoptr(address, array.data.type)
-    arrayobj.populate_array(array, pointer, [size], [item], item, None)
-    return array._getvalue()
-
-
 def address_of(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
     """Where an array's numbers begin."""
     return builder.ptrtoint(context.make_array(array_type)(context, builder, array).data, INT64)
-
-
-def without_reference_count(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
-    """The same array, which its owner keeps alive."""
-    struct = context.make_array(array_type)(context, builder, array)
-    struct.meminfo = cgutils.get_null_value(struct.meminfo.type)
-    return struct._getvalue()
 
 
 def on_the_stack(builder: Any, count: int) -> Any:

@@ -29,6 +29,27 @@ def pointer(typing_context, address, kind):
 
 
 @intrinsic
+def address_of(typing_context, array):
+    """Where an array's numbers begin."""
+
+    def codegen(context, builder, signature, arguments):
+        return internals.address_of(context, builder, array, arguments[0])
+
+    return types.int64(array), codegen
+
+
+@intrinsic
+def only_if(typing_context, is_there, value):
+    """The value, or None where ``is_there`` is None."""
+    result = types.none if isinstance(is_there, types.NoneType) else value
+
+    def codegen(context, builder, signature, arguments):
+        return context.get_dummy_value() if result is types.none else arguments[1]
+
+    return result(is_there, value), codegen
+
+
+@intrinsic
 def room(typing_context, count):
     """Room for a literal number of int64, on the stack.
 

@@ -1,4 +1,4 @@
-"""The random bits of ``_rules/rounding.py`` in kernels, and numbers stored by them.
+"""The random bits of ``_rules/rounding.py`` in kernels.
 
 A key that is None stands for rounding to the nearest.
 """
@@ -10,7 +10,6 @@ from numba import njit
 
 from .._rules import rounding
 from . import INLINE
-from .floats import narrow, narrow_by
 
 _mixed = njit(**INLINE)(rounding.mixed)
 _row_key = njit(**INLINE)(rounding.row_key)
@@ -37,22 +36,6 @@ def weights_key(row, key, rounds_weights):
     if rounds_weights is None:
         return None
     return _weights_key(_row_key(np.uint32(key), row, np.uint32, mix), np.uint32, mix)
-
-
-@njit(**INLINE)
-def stored_first(number, like, key, column):
-    """A first moment or a weight as it is stored in ``like``."""
-    if key is None:
-        return narrow(number, like)
-    return narrow_by(number, like, _random_bits(key, column, np.uint32, mix))
-
-
-@njit(**INLINE)
-def stored_second(number, like, key, column):
-    """A second moment as it is stored in ``like``."""
-    if key is None:
-        return narrow(number, like)
-    return narrow_by(number, like, _random_bits(key, column, np.uint32, mix) >> np.uint32(16))
 
 
 @njit(**INLINE)

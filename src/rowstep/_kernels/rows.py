@@ -29,8 +29,7 @@ from .._rules import adam
 from . import INLINE
 from .cache import kernel
 from .floats import load, narrow, store, widen
-from .memory import only_if
-from .pointers import CACHE_LINE, pointer, prefetch, room
+from .pointers import CACHE_LINE, only_if, pointer, prefetch, room
 from .pool import OverThreads
 from .rounding import first_bits, second_bits, state_key, weights_key
 from .vectors import sum_of_squares
