@@ -173,13 +173,15 @@ class _Planner(DefaultLoadPlanner):
                 self.state_dict[key] = self._zeros(key, self._tensor(beside), written)
                 self.mappings[key] = path
                 _put(self.original_state_dict, path, self.state_dict[key])
-            elif key in self.state_dict and written is None and not self.allow_partial_load:
-                if name == "row_step":
-                    # Whoever wrote this did not count rows. Without counts, they begin with the history of the moments.
-                    _put(self.original_state_dict, path, torch.zeros_like(self.state_dict.pop(key)))
-                elif self._is_kept_otherwise(place, metadata):
-                    self._dropped[key] = self.state_dict.pop(key)
-                    _drop(self.original_state_dict, path)
+            elif (
+                key in self.state_dict
+                and written is None
+                and not self.allow_partial_load
+                # Without counts of rows, these begin with the history of the moments.
+                and (name == "row_step" or self._is_kept_otherwise(place, metadata))
+            ):
+                self._dropped[key] = self.state_dict.pop(key)
+                _drop(self.original_state_dict, path)
 
     def _has_place_for(self, key: str, written: TensorStorageMetadata) -> bool:
         """Whether there is a tensor here to read this into, without a cast."""
@@ -200,8 +202,6 @@ class _Planner(DefaultLoadPlanner):
     def _zeros(self, key: str, beside: Tensor, written: TensorStorageMetadata) -> Tensor:
         """A place for what was written, on the device of a tensor of the same parameter, and cut as that one is."""
         dtype = written.properties.dtype
-        if key.rpartition(".")[2] not in BY_ROW:
-            return torch.zeros(written.size, dtype=dtype, device=beside.device)
         shape: Sequence[int] = written.size
         if self._is_table(key):
             order = RowOrder.of(beside.shape, self._own.get(_place(key)), written.size[0])
@@ -292,11 +292,15 @@ def _local_block(value: Tensor) -> tuple[Tensor, range]:
 
 
 def _drop(nested: Any, path: Sequence[Any]) -> None:
-    """Remove an element of nested dicts and lists. torch's path may have the text of a number for the number."""
-    *way, last = path
-    for key in way:
-        nested = nested[int(key) if isinstance(nested, dict) and key not in nested and key.isdigit() else key]
-    nested.pop(last, None)
+    """Remove an element of nested dicts and lists. torch's path may have the text of a number, beside or for it."""
+    first, *rest = path
+    for key in (first, int(first)) if isinstance(first, str) and first.isdigit() else (first,):
+        if isinstance(nested, dict) and key not in nested:
+            continue
+        if rest:
+            _drop(nested[key], rest)
+        else:
+            del nested[key]
 
 
 def _put(nested: Any, path: Sequence[Any], value: object) -> None:

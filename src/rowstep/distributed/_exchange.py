@@ -282,15 +282,6 @@ class GroupPeers:
         numbers: list[float] = torch.tensor(words, dtype=torch.int64).view(torch.float64).tolist()
         return numbers
 
-    def sum(self, local: Tensor, what: str, *about: object) -> Tensor:
-        """The sum of every rank's tensor of this shape, added in the order of ranks: the same bits on all."""
-        synchronize(
-            _operation(what, (about, tuple(local.shape), local.dtype)), [0] * ranks_of(self.group)[1], self.group
-        )
-        group = _channel(self.group)
-        gathered = gather_everywhere(local.to(_device_for(group)), group)
-        return torch.stack(gathered).sum(dim=0).to(local.device)
-
     def before_step(self) -> None:
         """Raise on all ranks if only some of them have run the backward pass of a lookup."""
         pending = pending_of(self.group)
