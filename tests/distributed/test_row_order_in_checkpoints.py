@@ -36,12 +36,6 @@ from rowstep._part import ROW_ORDER, part_of
 from rowstep.distributed import ShardedEmbedding
 from tests.helpers.ranks import Ranks
 
-
-@pytest.fixture(autouse=True)
-def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROWSTEP_BACKEND", "reference")
-
-
 FULL = StateDictOptions(full_state_dict=True)
 LOOSE = StateDictOptions(full_state_dict=True, strict=False)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

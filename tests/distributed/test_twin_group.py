@@ -27,18 +27,20 @@ def mean_gradient(rank: int, group: Any = None) -> float:
     return float(wrapped.module.weight.grad)
 
 
-def after_groups_of_two(rank: int) -> float:
-    """Rank 2 is in fewer groups than the others, and has counted fewer of them than it was asked to make."""
-    group = dist.new_group([0, 1])
-    if rank == 0:
-        dist.destroy_process_group(group)
-    if rank < 2:
+def after_a_group_of_two(rank: int, destroyed: bool) -> float:
+    """Rank 2 is in fewer groups than the others, or rank 0 has one less left."""
+    if destroyed:
+        group = dist.new_group([0, 1])
+        if rank == 0:
+            dist.destroy_process_group(group)
+    elif rank < 2:
         dist.new_group([0, 1], use_local_synchronization=True)
     return mean_gradient(rank)
 
 
-def test_ranks_may_be_in_different_numbers_of_groups(ranks: Ranks) -> None:
-    assert ranks.run(3, after_groups_of_two) == pytest.approx([1, 1, 1])
+@pytest.mark.parametrize("destroyed", [False, True])
+def test_ranks_may_be_in_different_numbers_of_groups(ranks: Ranks, destroyed: bool) -> None:
+    assert ranks.run(3, after_a_group_of_two, destroyed) == pytest.approx([1, 1, 1])
 
 
 def twins_of_many(rank: int) -> None:
