@@ -17,7 +17,7 @@ from rowstep import DeferredAdam, SparseAdam
 from rowstep._layout import RowOrder
 from rowstep.distributed import ShardedEmbedding, ShardedEmbeddingBag, ShardedEmbeddingCollection, count_traffic
 from rowstep.distributed._map import JointMap
-from rowstep.distributed._placement import SMALL_TABLE_ROWS, Blocks, Placement
+from rowstep.distributed._placement import SMALL_TABLE_ROWS, Blocks
 from tests.helpers.ranks import Ranks
 
 # The order of rows
@@ -77,23 +77,6 @@ def test_blocks_hold_every_row_once_and_are_cut_as_torch_cuts(rows: int, ranks: 
         size, start = Shard.local_shard_size_and_offset(rows, ranks, rank)
         assert len(block) == size
         assert not len(block) or block.start == start
-
-
-@given(st.integers(1, 200), st.integers(1, 9), st.data())
-def test_positions_are_cut_between_their_owners(rows: int, ranks: int, data: st.DataObject) -> None:
-    positions = sorted(data.draw(st.sets(st.integers(0, rows - 1))))
-    blocks = Blocks(rows, ranks)
-    joint = JointMap([Placement(rows, ranks)], ranks)
-    keys = joint.keys([torch.tensor(positions, dtype=torch.int64)])
-    assert keys.tolist() == sorted(keys.tolist())
-    request = joint.ask(keys)
-    assert request.counts == [[sum(position in blocks.of(rank) for position in positions)] for rank in range(ranks)]
-    assert request.numbers.tolist() == [
-        position - blocks.of(rank).start
-        for rank in range(ranks)
-        for position in positions
-        if position in blocks.of(rank)
-    ]
 
 
 # Load
