@@ -85,6 +85,7 @@ READERS: dict[str, Reader] = {
                     def forward(self, users, tags, offsets):
                         return (self.user(users) * self.item.tags(tags, offsets)).sum()
 
+                torch.manual_seed(0)
                 model = Model()
             """,
         },
