@@ -28,9 +28,9 @@ def run(arguments: argparse.Namespace) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, about dtypes and layouts that it will drop
             lines = list(_lines(*find(read(arguments.path, arguments.trust))))  # reads the numbers before it prints
-    except (CommandError, OSError):
-        raise
     except (Exception, CheckpointException) as error:  # a damaged file may raise anything
+        if isinstance(error, CommandError) or getattr(error, "filename", None):  # an OSError of a file that it names
+            raise
         raise CommandError(f"{arguments.path}: cannot be read: {reason(error)}") from error
     print(*lines, sep="\n")
     return 0
