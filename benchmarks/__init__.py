@@ -6,5 +6,7 @@ Run it from the root of the repository, on an idle machine. Contenders of one ca
 same gradients, after a check that they compute the same. The results go to a JSON file, with the machine they were
 measured on.
 
-A suite is a package with a subclass of `suite.Suite`, which `command.SUITES` knows by its name.
+A suite is a subclass of `suite.Suite`, which `command.SUITES` knows by its name: its parts take cases (`cases`), check
+that contenders agree (`contenders`), time them (`timing`) and keep what was measured, which becomes tables (`report`),
+bars and JSON. `pages` puts tables into the docs.
 """

@@ -69,8 +69,8 @@ def short(count: int) -> str:
     return f"{count:,}"
 
 
-def batches_of_ids(case: Case, times: int = 1) -> list[list[Tensor]]:
-    """The case's batches, or ``times`` as many, each with the ids of every table."""
+def batches_of_ids(case: Case) -> list[list[Tensor]]:
+    """Each with the ids of every table."""
     rng = np.random.default_rng(0)
     popular = popularity(case.rows) if case.zipf else None
 
@@ -80,7 +80,7 @@ def batches_of_ids(case: Case, times: int = 1) -> list[list[Tensor]]:
         # Frequent rows lie scattered, as hashed ids do: a stride that is prime to the rows is a permutation of them.
         return popular.searchsorted(rng.random(case.ids)) * 7_368_787 % case.rows
 
-    return [[torch.from_numpy(draw()) for _ in range(case.tables)] for _ in range(times * case.batches)]
+    return [[torch.from_numpy(draw()) for _ in range(case.tables)] for _ in range(case.batches)]
 
 
 def popularity(rows: int) -> NDArray[np.float64]:

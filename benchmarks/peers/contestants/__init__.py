@@ -1,4 +1,4 @@
-"""A class per contestant, in a file per package. Each is made from `data.Data` and has
+"""Contestants, in a file per package. Each is made from `data.Data` and has
 
     prepare(number)     untimed: take the gradient of that step, batches being taken in turn
     run()               timed: the step, or the whole loop

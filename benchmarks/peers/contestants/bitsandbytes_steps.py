@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import bitsandbytes  # type: ignore[import-not-found]
 
 from benchmarks.peers.contestants.torch_steps import Dense
-from benchmarks.peers.data import Data
 
-
-class Adam8bit(Dense):
-    def __init__(self, data: Data) -> None:
-        super().__init__(data, bitsandbytes.optim.Adam8bit)
+Adam8bit = partial(Dense, make=bitsandbytes.optim.Adam8bit)

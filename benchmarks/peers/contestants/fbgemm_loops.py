@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType  # type: ignore[import-not-found]
@@ -44,11 +46,5 @@ class Bags:
         return {"weights": self.module.split_embedding_weights()[table][rows].numpy()}
 
 
-class RowwiseAdagrad(Bags):
-    def __init__(self, data: Data) -> None:
-        super().__init__(data, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
-
-
-class Adagrad(Bags):
-    def __init__(self, data: Data) -> None:
-        super().__init__(data, EmbOptimType.EXACT_ADAGRAD)
+RowwiseAdagrad = partial(Bags, kind=EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+Adagrad = partial(Bags, kind=EmbOptimType.EXACT_ADAGRAD)

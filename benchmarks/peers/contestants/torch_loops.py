@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 import torch
@@ -41,6 +42,4 @@ class Loop:
         return {"weights": bag.weight.detach()[rows].numpy()}
 
 
-class SparseAdam(Loop):
-    def __init__(self, data: Data) -> None:
-        super().__init__(data, torch.optim.SparseAdam)
+SparseAdam = partial(Loop, make=torch.optim.SparseAdam)

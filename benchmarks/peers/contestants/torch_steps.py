@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -72,14 +73,8 @@ def _gradients(data: Data, batch: int) -> list[Tensor]:
     return [torch.sparse_coo_tensor(ids.unsqueeze(0), rows, shape, check_invariants=False) for ids, rows in pairs]
 
 
-class SparseAdam(Sparse):
-    def __init__(self, data: Data) -> None:
-        super().__init__(data, torch.optim.SparseAdam)
-
-
-class FusedAdam(Dense):
-    def __init__(self, data: Data) -> None:
-        super().__init__(data, lambda params: torch.optim.Adam(params, fused=True))
+SparseAdam = partial(Sparse, make=torch.optim.SparseAdam)
+FusedAdam = partial(Dense, make=partial(torch.optim.Adam, fused=True))
 
 
 class DglStyle(Sparse):
