@@ -29,7 +29,7 @@ from .._rules import adam
 from . import INLINE
 from .cache import kernel
 from .floats import load, narrow, store, widen
-from .pointers import CACHE_LINE, only_if, pointer, prefetch, room
+from .pointers import CACHE_LINE, address_of, only_if, pointer, prefetch, room
 from .pool import OverThreads
 from .rounding import first_bits, second_bits, state_key, weights_key
 from .vectors import sum_of_squares
@@ -106,7 +106,7 @@ def over_rows(kind: Kind) -> OverThreads:
         rounds_state, rounds_weights,
     ) = kind[6:]  # fmt: skip
     is_step, is_norm = work == "step", work == "norm"
-    p_size, m_size, v_size, g_size = (each.bitwidth // 8 for each in kind[:4])
+    p_size, m_size, v_size, g_size, n_size = (each.bitwidth // 8 for each in kind[:5])
     in_place = G == N  # a single occurrence is used where it lies
     is_by_row, has_momentum = by_row is not None, momentum is not None
     is_counted, is_noted, has_decay = counted is not None, noted is not None, decay is not None
@@ -114,24 +114,25 @@ def over_rows(kind: Kind) -> OverThreads:
     by_element = None if is_by_row else True
     inner_decay = None if is_by_row else decay
 
-    def over_rows_part(part, results_at, jobs_at, job_count, pieces_at, keys_at, spare_at, totals_at, stride, power):
-        total_at = totals_at + part * stride
+    def over_rows_part(part, results, jobs, pieces, keys_at, spare_at, totals, power):
+        jobs_at, pieces_at = address_of(jobs), address_of(pieces)
+        total_at = address_of(totals) + part * totals.shape[1] * n_size
         total = pointer(total_at, N)
         counts = room(DIGITS)
         result = 0.0
-        first, last = np.int64(0), np.int64(job_count)
-        heads = pointer(pieces_at, types.int64)
-        if pieces_at != 0:
+        first, last = np.int64(0), jobs.size // JOB_WORDS
+        heads, is_shared = pointer(pieces_at, types.int64), pieces.size > 0
+        if is_shared:
             first, last = heads[1 + part], heads[2 + part]
         for number in range(first, last):
             low = keys_from = np.int64(0)
             job_at = jobs_at + number * JOB_BYTES
-            if pieces_at != 0:
+            if is_shared:
                 piece = pointer(pieces_at + (heads[0] + 2) * 8 + number * PIECE_BYTES, types.int64)
                 job_at = jobs_at + piece[JOB] * JOB_BYTES
             job, scalars = pointer(job_at, types.int64), pointer(job_at, types.float64)
             high = job[ROW_COUNT]
-            if pieces_at != 0:
+            if is_shared:
                 low, high, keys_from = piece[LOW], piece[HIGH], piece[KEYS_FROM]
             rows, count, columns = pointer(job[ROWS_AT], types.int64), job[COUNT], job[COLUMNS]
             shift, row_bits = np.uint64(job[POSITION_BITS]), job[ROW_BITS]
@@ -277,7 +278,7 @@ def over_rows(kind: Kind) -> OverThreads:
                     store(u, c, u_c, V, second_bits(bits))  # by the bits of v, whose maximum it is
                 if is_noted:
                     pointer(job[NOTES_AT], types.int32)[row] = np.int32(job[NOTE])
-        pointer(results_at, types.float64)[part] = result
+        results[part] = result
 
     over_rows_part.__name__ = over_rows_part.__qualname__ = kind.name
     return OverThreads(kernel(over_rows_part))

@@ -7,8 +7,21 @@ from numba import njit, types
 
 from . import INNER
 from .cache import kernel
-from .pointers import pointer, room
-from .rows import COLUMNS, COUNT, HIGH, JOB, JOB_BYTES, KEYS_FROM, LOW, PIECE_BYTES, ROW_BITS, ROW_COUNT, ROWS_AT
+from .pointers import address_of, pointer, room
+from .rows import (
+    COLUMNS,
+    COUNT,
+    HIGH,
+    JOB,
+    JOB_BYTES,
+    JOB_WORDS,
+    KEYS_FROM,
+    LOW,
+    PIECE_BYTES,
+    ROW_BITS,
+    ROW_COUNT,
+    ROWS_AT,
+)
 
 # Fine enough to balance a few dozen threads; a row is never cut.
 _SHARE_BITS = 10
@@ -26,12 +39,13 @@ def room_for_pieces(jobs: int, parts: int) -> int:
 
 
 @kernel
-def share(jobs_at, job_count, parts, pieces_at):
+def share(jobs, parts, pieces):
     """Write the pieces of each part; return how many keys there must be room for.
 
     In front of the pieces are the number of parts, each part's first piece, and the end.
     """
-    counts, heads = room(_SHARES), pointer(pieces_at, types.int64)
+    jobs_at, job_count, pieces_at = address_of(jobs), jobs.size // JOB_WORDS, address_of(pieces)
+    counts, heads = room(_SHARES), pieces
     total = np.int64(0)
     for number in range(job_count):
         total += work_of(pointer(jobs_at + number * JOB_BYTES, types.int64))

@@ -98,14 +98,11 @@ def launch(kind: rows.Kind, jobs: Any, results: Any, most_ids: int, columns: int
     There is a thread for each of the ``results``, which leaves its own there. All memory that the kernel takes by
     address is held here until it has returned.
     """
-    count, threads = jobs.size // rows.JOB_WORDS, results.size
+    threads = results.size
     totals = workspace.totals(threads, columns, kind.number)
     if threads == 1:
         pieces, keys = _ALONE, workspace.keys(most_ids + 1)
     else:
-        pieces = np.empty(share.room_for_pieces(count, threads), np.int64)
-        keys = workspace.keys(share.share(jobs.ctypes.data, count, threads, pieces.ctypes.data))
-    rows.over_rows(kind)(
-        threads, results.ctypes.data, jobs.ctypes.data, count, pieces.ctypes.data if threads > 1 else 0,
-        keys.at, keys.spare_at, totals.ctypes.data, totals.strides[0], power,
-    )  # fmt: skip
+        pieces = np.empty(share.room_for_pieces(jobs.size // rows.JOB_WORDS, threads), np.int64)
+        keys = workspace.keys(share.share(jobs, threads, pieces))
+    rows.over_rows(kind)(threads, results, jobs, pieces, keys.at, keys.spare_at, totals, power)
