@@ -210,6 +210,7 @@ class SparseModel(TableModel):
             self.row_steps = np.where(seen, self.steps, 0).astype(np.int64)
         self.steps += 1
         if not takes_rows:
+            g.precision = precision_of(self.dtype)
             self.move(lead, rows, g, self.steps, as_dense=True, torchs=True)
             if counts:
                 self.row_steps += 1
