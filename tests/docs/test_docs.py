@@ -121,6 +121,14 @@ def test_links_between_pages_lead_somewhere(page: str) -> None:
         assert not anchor or anchor in _anchors(file.read_text(encoding="utf-8")), target
 
 
+def test_the_tests_that_a_page_names_are_there() -> None:
+    named = {
+        name for page in PAGES for name in re.findall(r"`(\w+/test_\w+)`", (ROOT / page).read_text(encoding="utf-8"))
+    }
+    assert "sparse/test_bad_input" in named
+    assert [name for name in sorted(named) if not (ROOT / "tests" / f"{name}.py").is_file()] == []
+
+
 def _anchors(text: str) -> set[str]:
     """Of the headings of a page, as GitHub and MkDocs both make them."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)

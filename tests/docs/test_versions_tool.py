@@ -8,24 +8,9 @@ from pathlib import Path
 import pytest
 
 from tools import versions
-from tools.versions import COLUMNS, PAGE, Outcome, counted, table, try_version, with_table, without_torch
+from tools.versions import COLUMNS, PAGE, Outcome, table, try_version, with_table
 
 GOOD = Outcome(("2.8.0", "3.11.7", "0.68.1", "2.4.6"), passed=90, failed=0, skipped=2, seconds=61.7)
-
-
-def test_the_report_is_counted() -> None:
-    suites = '<testsuite name="pytest" errors="1" failures="2" skipped="4" tests="100" time="9.5"></testsuite>'
-    assert counted(f'<?xml version="1.0"?><testsuites>{suites}</testsuites>') == (93, 3, 4)
-
-
-def test_only_torch_is_free_of_its_constraint() -> None:
-    text = (versions.ROOT / "constraints.txt").read_text(encoding="utf-8")
-    lines = text.splitlines()
-    assert (
-        set(lines) - set(without_torch(text).splitlines())
-        == {line for line in lines if line.startswith("torch==")}
-        != set()
-    )
 
 
 def test_a_line_for_each_version() -> None:

@@ -147,17 +147,6 @@ def test_hooks_on_the_parameter_stay(cls: Any, surgery: Surgery) -> None:
     del loss
 
 
-def test_a_frozen_table(cls: Any, surgery: Surgery) -> None:
-    module, optimizer = made(cls)
-    loss = train(module, optimizer)
-    module.weight.requires_grad_(False)
-    surgery(optimizer, module.weight)
-    assert not module.weight.requires_grad
-    module.weight.requires_grad_(True)
-    train(module, optimizer)
-    del loss
-
-
 def test_nothing_is_kept_alive(cls: Any, surgery: Surgery) -> None:
     module, optimizer = made(cls)
     loss = train(module, optimizer)

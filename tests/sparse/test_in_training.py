@@ -27,34 +27,35 @@ def rivals(request: pytest.FixtureRequest) -> Rivals:
 
 STEPS = 60
 
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "LambdaLR": {"lr_lambda": lambda step: min(1.0, step / 10)},
+    "MultiplicativeLR": {"lr_lambda": lambda step: 0.99},
+    "StepLR": {"step_size": 20, "gamma": 0.7},
+    "MultiStepLR": {"milestones": [20, 40], "gamma": 0.5},
+    "ConstantLR": {"factor": 0.5, "total_iters": 20},
+    "LinearLR": {"start_factor": 0.1, "total_iters": 20},
+    "ExponentialLR": {"gamma": 0.99},
+    "CosineAnnealingLR": {"T_max": STEPS},
+    "ReduceLROnPlateau": {"factor": 0.8, "patience": 10},
+    "CyclicLR": {"base_lr": RATE / 4, "max_lr": RATE, "step_size_up": 15},
+    "CosineAnnealingWarmRestarts": {"T_0": 30},
+    "OneCycleLR": {"max_lr": 2 * RATE, "total_steps": STEPS},
+    "PolynomialLR": {"total_iters": STEPS},
+}
+
+
+def made(name: str) -> Callable[[Optimizer], Any]:
+    return lambda optimizer: getattr(lr_scheduler, name)(optimizer, **ARGUMENTS[name])
+
+
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
-    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10)),
-    "MultiplicativeLR": lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.99),
-    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, step_size=20, gamma=0.7),
-    "MultiStepLR": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, milestones=[20, 40], gamma=0.5),
-    "ConstantLR": lambda optimizer: lr_scheduler.ConstantLR(optimizer, factor=0.5, total_iters=20),
-    "LinearLR": lambda optimizer: lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=20),
-    "ExponentialLR": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, gamma=0.99),
+    **{name: made(name) for name in ARGUMENTS},
     "SequentialLR": lambda optimizer: lr_scheduler.SequentialLR(
-        optimizer,
-        [
-            lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=20),
-            lr_scheduler.CosineAnnealingLR(optimizer, T_max=40),
-        ],
-        milestones=[20],
+        optimizer, [made("LinearLR")(optimizer), made("CosineAnnealingLR")(optimizer)], milestones=[20]
     ),
-    "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS),
     "ChainedScheduler": lambda optimizer: lr_scheduler.ChainedScheduler(
-        [
-            lr_scheduler.ConstantLR(optimizer, factor=0.5, total_iters=20),
-            lr_scheduler.ExponentialLR(optimizer, gamma=0.995),
-        ]
+        [made("ConstantLR")(optimizer), made("ExponentialLR")(optimizer)]
     ),
-    "ReduceLROnPlateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.8, patience=10),
-    "CyclicLR": lambda optimizer: lr_scheduler.CyclicLR(optimizer, base_lr=RATE / 4, max_lr=RATE, step_size_up=15),
-    "CosineAnnealingWarmRestarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=30),
-    "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=2 * RATE, total_steps=STEPS),
-    "PolynomialLR": lambda optimizer: lr_scheduler.PolynomialLR(optimizer, total_iters=STEPS),
     "SWALR": lambda optimizer: swa_utils.SWALR(optimizer, swa_lr=RATE / 2, anneal_epochs=40),
 }
 CYCLE_BETAS = {"CyclicLR", "OneCycleLR"}

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rowstep import _schedule
-from tests.helpers.deferred_cases import LONG, Twins, embedding, only_long
+from rowstep._kernels.workspace import Workspace
+from tests.helpers.deferred_cases import LONG, Twins, embedding
 from tests.helpers.whole_steps import OPTIONS, Run, assert_on_its_way, trajectories
 
 # What a full memory looks like from torch, and from NumPy.
@@ -114,67 +112,21 @@ def test_a_step_that_could_not_be_counted_is_counted_later_as_it_was(monkeypatch
     twins.assert_same()
 
 
-ROOM = """
-import resource, sys, torch
-from rowstep import SparseAdam, DeferredAdam
-torch.set_num_threads(2)
-cls = {"SparseAdam": SparseAdam, "DeferredAdam": DeferredAdam}[sys.argv[1]]
-SIZE = 1 << 21  # numbers in a table: 8 MB
+@pytest.mark.parametrize("name", ["sparse", "deferred"])
+def test_no_memory_for_what_kernels_work_with(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy gives it, outside of torch's operations."""
+    monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
+    expected, run = trajectories(name, 3), Run(name)
+    before = run.counts()
 
-def make():
-    params = [torch.nn.Parameter(torch.ones(SIZE // 4, 4)) for _ in range(3)]
-    for number, param in enumerate(params):
-        ids = torch.arange(0, SIZE // 4, 97).flip(0)
-        values = torch.full((len(ids), 4), number + 1.0)
-        param.grad = torch.sparse_coo_tensor(ids[None], values, param.shape, check_invariants=False)
-    return params, cls(params, lr=0.1)
+    def refuse(*_: object) -> None:
+        raise MemoryError("Unable to allocate 1.0 TiB")
 
-def read(param):
-    return param.detach()[::97][:3].tolist()
-
-def used():
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize")) << 10
-
-params, optimizer = make()
-optimizer.step()  # compiles, and starts threads
-expected = [read(param) for param in params]
-del params, optimizer
-failed = []
-for megabytes in range(0, 128, 8):
-    params, optimizer = make()
-    limit = used() + (megabytes << 20)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-    try:
-        optimizer.step()
-        assert megabytes
-        error = None
-    except (MemoryError, RuntimeError) as raised:
-        error = raised
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    stepped = [int(optimizer.state[param].get("step", 0)) for param in params]
-    for param, count, end in zip(params, stepped, expected):
-        assert read(param) == (end if count else [[1.0] * 4] * 3), (megabytes, stepped, error)
-        if count:
-            param.grad = None
-    optimizer.step()
-    assert [read(param) for param in params] == expected
-    failed.append(0 if error is None else 1)
-    if error is None:
-        break
-    assert "memory" in str(error).lower(), error
-    getattr(optimizer, "_deferrals", {}).clear()  # else the waiting rows would be brought up to date when it is dropped
-    del params, optimizer, error
-print(sum(failed))
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a limit on memory needs Linux")
-@pytest.mark.parametrize("name", ["SparseAdam", pytest.param("DeferredAdam", marks=only_long)])
-def test_a_limit_on_memory(name: str) -> None:
-    """From none on, until there is enough for a whole step: one table after the other gets its moments."""
-    environment = os.environ | {"ROWSTEP_BACKEND": "numba"}
-    command = [sys.executable, "-c", ROOM, name]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout) >= 3
+    with monkeypatch.context() as patch:
+        patch.setattr(Workspace, "keys", refuse)
+        with pytest.raises(MemoryError, match="Unable to allocate"):
+            run.step()
+    assert run.counts()[:2] == before[:2]  # those of the tables
+    assert_on_its_way(run, expected)
+    run.step()
+    assert_on_its_way(run, expected)
