@@ -33,7 +33,7 @@ schedules: Any = import_module("rowstep._schedule")
 zeros: Any = torch.zeros
 
 ROWS = 41
-WIDTHS = range(1, 71) if LONG else (1, 3, 17, 64, 70)
+WIDTHS = range(1, 71) if LONG else (1, 17, 70)
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 ALL_OPTIONS = {
     "amsgrad": True, "bias_correction": "row", "nonfinite": "skip", "weight_decay": 0.1, "maximize": True,
@@ -106,7 +106,7 @@ def updates() -> None:
     for name, (_, _, dtypes) in MAKERS.items():
         for dtype in dtypes:
             for _ in places(f"{name} {dtype}"):
-                for width in WIDTHS if LONG or torch.get_num_threads() == 1 else WIDTHS[1::2]:
+                for width in WIDTHS if LONG or torch.get_num_threads() == 1 else WIDTHS[1:2]:
                     expected = trained(name, dtype, width, torch.clone)
                     torch.zeros = lambda *args, **options: guarded(zeros(*args, **options))
                     try:

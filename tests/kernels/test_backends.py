@@ -24,7 +24,7 @@ def python(source: str) -> str:
 
 
 ONE_STEP = """
-import sys, warnings
+import os, sys, warnings
 import torch
 from rowstep import SparseAdam
 param = torch.nn.Parameter(torch.zeros(3, 2))
@@ -33,24 +33,22 @@ optimizer = SparseAdam([param], lr=0.5)
 """
 
 
-def test_importing_the_package_does_not_import_numba() -> None:
-    assert python("import sys, rowstep; print('numba' in sys.modules, 'llvmlite' in sys.modules)") == "False False"
-
-
-def test_the_first_step_imports_numba_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ROWSTEP_BACKEND", raising=False)
-    assert python(ONE_STEP + "print('numba' in sys.modules); optimizer.step(); print('numba' in sys.modules)") == (
-        "False\nTrue"
+def test_numba_is_imported_by_the_first_step_that_needs_it() -> None:
+    printed = python(
+        "import os, sys, rowstep; print('numba' in sys.modules, 'llvmlite' in sys.modules)"
+        + ONE_STEP
+        + """
+for backend in ("reference", ""):
+    os.environ["ROWSTEP_BACKEND"] = backend
+    optimizer.step()
+    print("numba" in sys.modules)
+"""
     )
-
-
-def test_the_reference_does_not_import_numba(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROWSTEP_BACKEND", "reference")
-    assert python(ONE_STEP + "optimizer.step(); print('numba' in sys.modules)") == "False"
+    assert printed.split() == ["False", "False", "False", "True"]
 
 
 ONE_STEP_OF_ARRAYS = """
-import sys, warnings
+import os, sys, warnings
 import numpy as np
 from rowstep.arrays import Adam
 param = np.zeros((3, 2), np.float32)
@@ -70,39 +68,29 @@ CASES = [("torch", "missing"), ("torch", "off"), ("arrays", "off")]
 def test_where_numba_cannot_be_used_the_reference_runs_and_one_warning_says_so(
     source: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("ROWSTEP_BACKEND", raising=False)
+    """Unless the environment asks for Numba: then the step raises."""
+    monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
     monkeypatch.setenv("NUMBA_DISABLE_JIT", "1" if reason == "off" else "0")
     act, word = REASONS[reason]
-    count, message, weight = python(f"""{SOURCES[source]}
+    error, count, message, weight = python(f"""{SOURCES[source]}
 {act}
+try:
+    step()
+except (ImportError, RuntimeError) as error:
+    print(error, float(abs(param).sum()))
+del os.environ["ROWSTEP_BACKEND"]
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     step()
     step()
 print(len(caught), caught[0].message, float(param[1, 0]), sep="\\n")
 """).splitlines()
+    assert word in error
+    assert error.endswith(" 0.0")
     assert count == "1"
     assert "reference" in message
     assert word in message
     assert float(weight) < -0.9
-
-
-@pytest.mark.parametrize(("source", "reason"), CASES)
-def test_asking_for_numba_where_it_cannot_be_used_raises(
-    source: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
-    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1" if reason == "off" else "0")
-    act, word = REASONS[reason]
-    printed = python(f"""{SOURCES[source]}
-{act}
-try:
-    step()
-except (ImportError, RuntimeError) as error:
-    print(error, float(abs(param).sum()))
-""")
-    assert word in printed
-    assert printed.endswith(" 0.0")
 
 
 @pytest.mark.parametrize("name", ["Numba", "cuda", " "])
