@@ -35,8 +35,6 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if not REPORT:
-        return
-    terminalreporter.section("clients")
-    for line in REPORT:
-        terminalreporter.write_line(line)
+    if REPORT:
+        terminalreporter.section("clients")
+        terminalreporter.write_line("\n".join(REPORT))

@@ -49,7 +49,6 @@ class Following(Seen):
 Train = Callable[[Any, bool, Seen], None]
 """A program: it gets what makes its optimizer, whether its tables have sparse gradients, and whom to show each step."""
 
-
 REPORT: list[str] = []
 """A line for each run, shown in the end."""
 
@@ -59,12 +58,7 @@ def line(program: str, run: Seen, apart: float, bits: str = "") -> str:
     return f"{program:<40} {len(run.losses):>4} steps, compared after {when:<10}  largest difference {apart:.0e}{bits}"
 
 
-def assert_same_run(program: str, train: Train, theirs: Any, ours: Any, **how: Any) -> None:
-    """Train in float64 with both: the same losses, weights and state, up to rounding. ``how`` is as in same_run."""
-    REPORT.append(same_run(program, train, theirs, ours, **how))
-
-
-def same_run(
+def assert_same_run(
     program: str,
     train: Train,
     theirs: Any,
@@ -73,28 +67,31 @@ def same_run(
     theirs_sparse: bool = True,
     ours_sparse: bool = True,
     every: int = 1,
-    tolerance: float = 1e-11,
 ) -> str:
+    """Train in float64 with both: the same losses, weights and state, up to rounding. Returns a line of the report."""
     runs = [Seen(every), Seen(every)]
     for run, make, sparse in zip(runs, (theirs, ours), (theirs_sparse, ours_sparse), strict=True):
         torch.manual_seed(0)
         train(make, sparse, run)
-    return line(program, runs[0], difference(*runs, tolerance=tolerance))
+    REPORT.append(line(program, runs[0], difference(*runs, tolerance=1e-11)))
+    return REPORT[-1]
 
 
-def assert_same_bits(program: str, train: Train, theirs: Any, ours: Any, tables: Container[str]) -> None:
+def assert_same_as_adam(program: str, train: Train, ours: Any, theirs: Any = torch.optim.Adam) -> list[str]:
+    """A deferred optimizer is as torch's with dense gradients, also if rows wait between the looks at them."""
+    return [assert_same_run(program, train, theirs, ours, theirs_sparse=False, every=every) for every in (1, 7)]
+
+
+def assert_same_bits(program: str, train: Train, theirs: Any, ours: Any, tables: Container[str]) -> str:
     """Train in float32. From the same weights, the moments of ``tables`` get the same bits at every step."""
-    REPORT.append(same_bits(program, train, theirs, ours, tables))
-
-
-def same_bits(program: str, train: Train, theirs: Any, ours: Any, tables: Container[str]) -> str:
     leader = Seen()
     follower = Following(leader)
     for run, make in ((leader, theirs), (follower, ours)):
         torch.manual_seed(0)
         train(make, True, run)
     worst = difference(leader, follower, tolerance=1e-6, exact=tables)
-    return line(program, leader, worst, ", moments to the bit")
+    REPORT.append(line(program, leader, worst, ", moments to the bit"))
+    return REPORT[-1]
 
 
 def difference(theirs: Seen, ours: Seen, *, tolerance: float, exact: Container[str] = ()) -> float:
@@ -121,26 +118,22 @@ def difference(theirs: Seen, ours: Seen, *, tolerance: float, exact: Container[s
 def relative(one: Tensor, other: Tensor) -> float:
     assert one.shape == other.shape
     assert one.isfinite().all()
-    size = float(one.abs().max()) if one.numel() else 0.0
-    apart = float((one - other).abs().max()) if one.numel() else 0.0
+    size, apart = (float(each.abs().max()) if one.numel() else 0.0 for each in (one, one - other))
     return apart / size if size else apart
 
 
 def contents(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Copies of all weights, and of the state that torch's Adam and SparseAdam have too."""
-    optimizers = [part for one in listed(optimizer) for part in getattr(one, "parts", [one])]
+    if isinstance(optimizer, Mapping):
+        optimizer = list(optimizer.values())
+    whole = optimizer if isinstance(optimizer, list) else [optimizer]
+    optimizers = [part for one in whole for part in getattr(one, "parts", [one])]
     found: dict[str, Tensor] = {}
     for name, param in model.named_parameters():
         found[name] = param.detach().clone()  # before its state: a row that was waiting has old moments too
         for state in (one.state[param] for one in optimizers if param in one.state):
             found |= {f"{key} of {name}": torch.as_tensor(state[key]).double().clone() for key in STATE}
     return found
-
-
-def listed(optimizer: Any) -> list[Any]:
-    if isinstance(optimizer, Mapping):
-        return list(optimizer.values())
-    return optimizer if isinstance(optimizer, list) else [optimizer]
 
 
 class Both:

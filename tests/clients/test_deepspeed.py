@@ -6,6 +6,8 @@ up to the longest and cut again, and a gradient is rebuilt of them all. A row th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rowstep import DeferredAdam, SparseAdam, StaleRowsError
-from tests.clients.side_by_side import REPORT, Both, Seen, same_bits, same_run
+from tests.clients.side_by_side import REPORT, Both, Seen, assert_same_as_adam, assert_same_bits, assert_same_run
 from tests.helpers.ranks import Ranks
 
 RANKS, ROWS, WIDTH = 2, 100, 6
@@ -68,10 +70,6 @@ def train(make: Any, sparse: bool, seen: Seen, dtype: torch.dtype = torch.float6
             seen.after_step(loss.detach(), model, optimizer)
 
 
-def train_in_float32(make: Any, sparse: bool, seen: Seen) -> None:
-    train(make, sparse, seen, torch.float32)
-
-
 def two_optimizers(model: Model) -> Both:
     return Both(
         torch.optim.SparseAdam(model.table.parameters(), lr=0.02), torch.optim.Adam(model.layer.parameters(), lr=0.02)
@@ -91,33 +89,20 @@ def deferred(model: Model) -> DeferredAdam:
     return DeferredAdam(model, lr=0.02, allow_stale=True)
 
 
-def sparse_adam_on_rank(rank: int) -> tuple[str, str]:
-    return (
-        same_run("DeepSpeed, SparseAdam", train, two_optimizers, one_optimizer),
-        same_bits(
-            "DeepSpeed, SparseAdam in float32", train_in_float32, two_optimizers, one_optimizer, {"table.weight"}
-        ),
-    )
+def sparse_adam_on_rank(rank: int) -> list[str]:
+    in_float32, table = partial(train, dtype=torch.float32), {"table.weight"}
+    return [
+        assert_same_run("DeepSpeed, SparseAdam", train, two_optimizers, one_optimizer),
+        assert_same_bits("DeepSpeed, SparseAdam in float32", in_float32, two_optimizers, one_optimizer, table),
+    ]
 
 
-def deferred_adam_on_rank(rank: int, every: int) -> str:
-    name = "DeepSpeed, DeferredAdam"
-    return same_run(name, train, adam, deferred, theirs_sparse=False, every=every)
-
-
-def strict_on_rank(rank: int) -> None:
-    with pytest.raises(StaleRowsError):
+def deferred_adam_on_rank(rank: int) -> list[str]:
+    with pytest.raises(StaleRowsError):  # it does not know of the other ranks
         train(lambda model: DeferredAdam(model, lr=0.02), True, Seen(every=100))
+    return assert_same_as_adam("DeepSpeed, DeferredAdam", train, deferred, adam)
 
 
-def test_sparse_adam(ranks: Ranks) -> None:
-    REPORT.extend(ranks.run(RANKS, sparse_adam_on_rank)[0])
-
-
-@pytest.mark.parametrize("every", [1, 7])
-def test_deferred_adam(ranks: Ranks, every: int) -> None:
-    REPORT.append(ranks.run(RANKS, deferred_adam_on_rank, every)[0])
-
-
-def test_deferred_adam_says_so_if_it_does_not_know_of_the_other_ranks(ranks: Ranks) -> None:
-    ranks.run(RANKS, strict_on_rank)
+@pytest.mark.parametrize("program", [sparse_adam_on_rank, deferred_adam_on_rank])
+def test_deepspeed(ranks: Ranks, program: Callable[[int], list[str]]) -> None:
+    REPORT.extend(ranks.run(RANKS, program)[0])

@@ -1,7 +1,8 @@
 """DLRM: https://github.com/facebookresearch/dlrm, as its own random data generator feeds it.
 
-26 tables of EmbeddingBag, as many as Criteo's data has, summed over random bags; dot products between all pairs of
-features; two small perceptrons. The program uses SGD: no Adam of torch takes both its sparse and its dense gradients.
+26 tables of EmbeddingBag, as many as Criteo's data has, over random bags with fixed weights (``weighted_pooling``); dot
+products between all pairs of features; two small perceptrons. The program uses SGD: no Adam of torch takes both its
+sparse and its dense gradients.
 """
 
 from __future__ import annotations
@@ -9,12 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor, nn
 
 from rowstep import DeferredAdam, SparseAdam
-from tests.clients.side_by_side import Both, Seen, assert_same_run
+from tests.clients.side_by_side import Both, Seen, assert_same_as_adam, assert_same_run
 
 TABLES, WIDTH, DENSE, BATCH = 26, 4, 5, 16
 SIZES = [3 + 11 * table for table in range(TABLES)]
@@ -28,13 +28,15 @@ class DLRM(nn.Module):
         self.tables = nn.ModuleList(
             nn.EmbeddingBag.from_pretrained(weight, freeze=False, mode="sum", sparse=sparse) for weight in weights
         )
+        self.pooling = [torch.from_numpy(random.uniform(0, 1, size)) for size in SIZES]
         pairs = (TABLES + 1) * TABLES // 2
         self.bottom = nn.Sequential(nn.Linear(DENSE, 8), nn.ReLU(), nn.Linear(8, WIDTH), nn.ReLU()).double()
         self.top = nn.Sequential(nn.Linear(WIDTH + pairs, 8), nn.ReLU(), nn.Linear(8, 1), nn.Sigmoid()).double()
 
     def forward(self, dense: Tensor, offsets: list[Tensor], ids: list[Tensor]) -> Tensor:
         x = self.bottom(dense)
-        bags = [table(bag, offset) for table, bag, offset in zip(self.tables, ids, offsets, strict=True)]
+        inputs = zip(self.tables, ids, offsets, self.pooling, strict=True)
+        bags = [table(bag, offset, per_sample_weights=weight[bag]) for table, bag, offset, weight in inputs]
         features = torch.stack([x, *bags], 1)
         left, right = torch.tril_indices(TABLES + 1, TABLES + 1, -1)
         dots = (features @ features.transpose(1, 2))[:, left, right]
@@ -72,15 +74,10 @@ def test_sparse_adam() -> None:
         layers = [*model.bottom.parameters(), *model.top.parameters()]
         return Both(torch.optim.SparseAdam(model.tables.parameters(), lr=lr), torch.optim.Adam(layers, lr=lr))
 
-    def one_optimizer(model: DLRM, lr: float) -> SparseAdam:
-        return SparseAdam(model.parameters(), lr=lr)
-
-    assert_same_run("DLRM, SparseAdam", train, two_optimizers, one_optimizer)
+    assert_same_run("DLRM, SparseAdam", train, two_optimizers, lambda model, lr: SparseAdam(model.parameters(), lr=lr))
 
 
-@pytest.mark.parametrize("every", [1, 7])
-def test_deferred_adam(every: int) -> None:
-    def adam(model: DLRM, lr: float) -> torch.optim.Adam:
-        return torch.optim.Adam(model.parameters(), lr=lr)
-
-    assert_same_run("DLRM, DeferredAdam", train, adam, DeferredAdam, theirs_sparse=False, every=every)
+def test_deferred_adam() -> None:
+    assert_same_as_adam(
+        "DLRM, DeferredAdam", train, DeferredAdam, lambda model, lr: torch.optim.Adam(model.parameters(), lr=lr)
+    )

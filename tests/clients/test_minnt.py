@@ -6,6 +6,7 @@ package itself trains, with its own schedule, and one rowstep.SparseAdam takes t
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import minnt
@@ -60,18 +61,10 @@ def batch_of(rows: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[tuple[Tensor, T
 def train(make: Any, sparse: bool, seen: Seen) -> None:
     batches = DataLoader(sentences(), batch_size=8, shuffle=True, collate_fn=batch_of)
     tagger = Tagger(seen)
-    optimizer = make(tagger)
-    tagger.configure(
-        optimizer=optimizer,
-        scheduler=minnt.schedulers.CosineDecay(optimizer, EPOCHS * len(batches), warmup=0.1),
-        loss=minnt.losses.CategoricalCrossEntropy(),
-        device="cpu",
-    )
+    optimizer, loss = make(tagger), minnt.losses.CategoricalCrossEntropy()
+    scheduler = minnt.schedulers.CosineDecay(optimizer, EPOCHS * len(batches), warmup=0.1)
+    tagger.configure(optimizer=optimizer, scheduler=scheduler, loss=loss, device="cpu")
     tagger.fit(batches, epochs=EPOCHS, console=0)
-
-
-def lazy_adam(module: nn.Module) -> Any:
-    return minnt.optimizers.LazyAdam(module, lr=0.01)
 
 
 def sparse_adam(module: Tagger) -> SparseAdam:
@@ -80,4 +73,4 @@ def sparse_adam(module: Tagger) -> SparseAdam:
 
 
 def test_lazy_adam() -> None:
-    assert_same_run("minnt, SparseAdam", train, lazy_adam, sparse_adam)
+    assert_same_run("minnt, SparseAdam", train, partial(minnt.optimizers.LazyAdam, lr=0.01), sparse_adam)

@@ -6,6 +6,7 @@ both. One rowstep.SparseAdam takes the place of all three. The learning rate fol
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -77,9 +78,7 @@ def test_two_optimizers_become_one() -> None:
 def test_clipping() -> None:
     """``max_grad_norm``: torch's function raises on sparse gradients, ours clips the norm of all of them."""
 
-    def clipped(make: Any, sparse: bool, seen: Seen) -> None:
-        train(make, sparse, seen, rowstep.clip_grad_norm_)
-
+    clipped = partial(train, clip=rowstep.clip_grad_norm_)
     with pytest.raises(NotImplementedError, match="Sparse"):
         train(two_optimizers, True, Seen(), nn.utils.clip_grad_norm_)
     assert_same_run("OpenNMT-py, SparseAdam, clipped", clipped, two_optimizers, one_optimizer)

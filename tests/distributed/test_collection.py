@@ -1,13 +1,18 @@
-"""Tables that are looked up together: as one process with plain tables, wherever the tables are."""
+"""Tables that are looked up together: as one process with plain tables, wherever the tables are.
+
+Random programs, with empty micro-batches and gradients that add up, end where one process ends. Each seed is a program,
+with the optimizers in turn. ``ROWSTEP_LONG=1`` runs a hundred.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import rowstep
@@ -17,119 +22,11 @@ from tests.helpers.ranks import Ranks
 DTYPE = torch.float64
 Plain = nn.Embedding | nn.EmbeddingBag
 
-PLANS: dict[str, dict[str, str]] = {
-    "default": {},
-    "divided": dict.fromkeys(("user", "item", "tags", "words", "place"), "divided"),
-    "everywhere": dict.fromkeys(("user", "item", "tags", "words", "place"), "everywhere"),
-    "mixed": {"user": "divided", "item": "divided", "tags": "everywhere", "words": "divided", "place": "everywhere"},
-}
-
-
-def plain_tables(dtype: torch.dtype = DTYPE) -> dict[str, Plain]:
-    """Of several widths, in an order in which those of one kind do not follow each other."""
-    torch.manual_seed(5)
-    return {
-        "user": nn.Embedding(103, 5, padding_idx=3, sparse=True, dtype=dtype),
-        "tags": nn.EmbeddingBag(57, 3, mode="sum", include_last_offset=True, padding_idx=1, sparse=True, dtype=dtype),
-        "item": nn.Embedding(61, 5, sparse=True, dtype=dtype),
-        "words": nn.EmbeddingBag(29, 5, mode="mean", sparse=True, dtype=dtype),
-        "place": nn.Embedding(7, 2, padding_idx=-1, sparse=True, dtype=dtype),
-    }
-
-
-def ids_of(step: int, rank: int) -> dict[str, Any]:
-    """Now and then no ids for some tables, or the tables not named at all."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-
-    def draw(rows: int, *shape: int) -> Tensor:
-        return torch.randint(rows, shape, generator=generator) ** 2 // rows
-
-    count = 0 if (step + rank) % 4 == 0 else 4 * (rank + 1)
-    weights = torch.rand(count, generator=generator, dtype=DTYPE)
-    ids: dict[str, Any] = {
-        "place": draw(7, 2, count // 2),
-        "user": draw(103, count),
-        "tags": (draw(57, count), torch.arange(0, count + 1, 4), weights),
-        "item": draw(61, count, 2),
-        "words": draw(29, count, 3).to(torch.int32),
-    }
-    if (step + 2 * rank) % 5 == 0:
-        del ids["item"]
-    if step % 7 == rank:
-        ids = {"place": ids["place"]}
-    return ids
-
-
-def loss_of(read: Mapping[str, Tensor]) -> Tensor:
-    loss: Tensor = sum((value.sin() * torch.linspace(1, 2, value.shape[-1])).sum() for value in read.values())  # type: ignore[assignment]
-    return loss
-
-
-def read_plainly(tables: Mapping[str, Plain], ids: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name: tables[name](*(each if isinstance(each, tuple) else (each,))) for name, each in ids.items()}
-
-
-def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    if name == "DeferredAdamW":
-        return rowstep.DeferredAdamW(model, lr=0.01, weight_decay=0.1)
-    return rowstep.SparseAdam(model.parameters(), lr=0.01)
-
-
-STEPS = 30
-
-
-def train_together(rank: int, plan: str, optimizer_name: str) -> dict[str, Tensor]:
-    tables = ShardedEmbeddingCollection(plain_tables(), plan=PLANS[plan])
-    optimizer = make_optimizer(optimizer_name, tables)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(tables(ids_of(step, rank))).backward()  # type: ignore[no-untyped-call]
-        rowstep.clip_grad_norm_(tables.parameters(), 1.0)
-        optimizer.step()
-    return {name: tables[name].full_weight() for name in tables}
-
-
-def train_alone(ranks: int, optimizer_name: str) -> dict[str, Tensor]:
-    tables = plain_tables()
-    model = nn.ModuleDict(tables)
-    optimizer = make_optimizer(optimizer_name, model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for rank in range(ranks):
-            (loss_of(read_plainly(tables, ids_of(step, rank))) / ranks).backward()  # type: ignore[no-untyped-call]
-        rowstep.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    return {name: table.weight.detach().clone() for name, table in tables.items()}
-
-
-@pytest.mark.parametrize(
-    ("count", "plan", "optimizer_name"),
-    [
-        (2, "divided", "SparseAdam"),
-        (2, "everywhere", "DeferredAdamW"),
-        (3, "mixed", "SparseAdam"),
-        (4, "default", "DeferredAdamW"),
-    ],
-)
-def test_ranks_end_where_one_process_ends(ranks: Ranks, count: int, plan: str, optimizer_name: str) -> None:
-    expected, start = train_alone(count, optimizer_name), plain_tables()
-    for tables in ranks.run(count, train_together, plan, optimizer_name):
-        assert tables.keys() == expected.keys()
-        for name, weight in expected.items():
-            assert float((weight - start[name].weight.detach()).abs().max()) > 0.05, "nothing was trained"
-            torch.testing.assert_close(tables[name], weight, rtol=0, atol=1e-12)
-
-
-def test_a_process_on_its_own_needs_no_ranks() -> None:
-    found = train_together(0, "mixed", "DeferredAdamW")
-    for name, weight in train_alone(1, "DeferredAdamW").items():
-        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-12)
-
-
-# Mixed kinds
+SIZES = {"user": (103, 5), "tags": (57, 3), "item": (61, 5), "words": (29, 5), "place": (7, 2)}
 
 
 def mixed_kinds(rank: int) -> None:
+    torch.manual_seed(1)
     plain: dict[str, Plain] = {
         "short": nn.Embedding(31, 3, sparse=True, dtype=torch.float16),
         "narrow": nn.Embedding(31, 1, sparse=True),
@@ -139,9 +36,6 @@ def mixed_kinds(rank: int) -> None:
         "bags": nn.EmbeddingBag(31, 5, mode="max", dtype=torch.bfloat16),
         "no rows": nn.Embedding(0, 4, sparse=True),
     }
-    torch.manual_seed(1)
-    for table in plain.values():
-        table.weight.data.normal_()
     plain["frozen"].weight.requires_grad_(False)
     for places in ("divided", "everywhere"):
         tables = ShardedEmbeddingCollection(plain, plan=dict.fromkeys(plain, places))
@@ -156,9 +50,7 @@ def mixed_kinds(rank: int) -> None:
             assert value.requires_grad == (name != "frozen")
         torch.autograd.backward(sum(value.float().sum() for value in read.values() if value.requires_grad))
         for name in ("short", "narrow", "long"):
-            grad = tables[name].weight.grad
-            assert grad is not None
-            assert grad.dtype == plain[name].weight.dtype
+            assert tables[name].weight.grad.dtype == plain[name].weight.dtype  # type: ignore[union-attr]
         assert tables["frozen"].weight.grad is None
         read["narrow"] = tables(ids)["narrow"]
         read["narrow"].mul_(2)  # as what nn.Embedding gives
@@ -168,13 +60,11 @@ def test_tables_of_any_widths_and_dtypes_travel_together(ranks: Ranks) -> None:
     ranks.run(2, mixed_kinds)
 
 
-# What is left out
-
-
 def leave_out(rank: int) -> list[dict[str, int | None]]:
     found = []
     for places in ("divided", "everywhere"):
-        tables = ShardedEmbeddingCollection(plain_tables(), plan=dict.fromkeys(plain_tables(), places))
+        torch.manual_seed(5)
+        tables = ShardedEmbeddingCollection(SIZES, plan=dict.fromkeys(SIZES, places))
         read = tables({"user": torch.tensor([rank]), "item": torch.tensor([7]), "place": torch.tensor([1])})
         used = [read["user"].sum(), read["item"].sum()] if rank == 0 else [read["user"].sum()]
         torch.autograd.backward(used)
@@ -191,50 +81,6 @@ def test_a_table_that_a_rank_leaves_out_of_its_loss_is_not_touched_by_that_rank(
         counts = {name: [result[way][name] for result in results] for name in ("user", "item")}
         assert counts == ({"user": [1, 1], "item": counts["item"]} if way == 0 else {"user": [2, 2], "item": [1, 1]})
         assert way == 1 or sum(counts["item"]) == 1
-
-
-# Gradients that are added up
-
-
-def accumulate(rank: int, places: str) -> dict[str, Tensor]:
-    """First no rank has ids for any table, then for one: their gradients are empty when the next are added."""
-    torch.manual_seed(0)
-    plain = {"first": nn.Embedding(9, 3, dtype=DTYPE), "second": nn.Embedding(7, 3, dtype=DTYPE)}
-    tables = ShardedEmbeddingCollection(
-        {**plain, "bags": nn.EmbeddingBag(5, 3, mode="sum", dtype=DTYPE)}, plan=dict.fromkeys([*plain, "bags"], places)
-    )
-    nothing = torch.empty(0, dtype=torch.int64)
-    several: list[dict[str, Tensor]] = [
-        {"first": nothing, "second": nothing, "bags": nothing.view(0, 2)},
-        {"first": torch.tensor([7, 8]), "second": nothing},
-        {"first": torch.tensor([1]), "second": torch.tensor([3, 4]), "bags": torch.tensor([[1, 2]])},
-        {"second": torch.tensor([6]), "bags": torch.tensor([[2, 2]])},
-    ]
-    for ids in several:
-        read = tables(ids)
-        for _ in range(2):
-            torch.autograd.backward([value.sum() for value in read.values()], retain_graph=True)
-    found = {}
-    for name in tables:
-        grad = tables[name].weight.grad
-        full = torch.zeros(tables[name].num_embeddings, dtype=DTYPE)
-        if grad is not None:
-            order, mine = tables[name]._shard.order, tables[name]._shard.positions
-            full[order.ids(torch.arange(mine.start, mine.stop))] = grad.to_dense()[:, 0]
-        if dist.is_initialized() and places != "everywhere":
-            dist.all_reduce(full)
-        found[name] = full
-    return found
-
-
-@pytest.mark.parametrize("places", ["divided", "everywhere"])
-def test_gradients_of_several_lookups_are_added_up(ranks: Ranks, places: str) -> None:
-    expected = {"first": [0, 2, 0, 0, 0, 0, 0, 2, 2], "second": [0, 0, 0, 2, 2, 0, 2], "bags": [0, 2, 6, 0, 0]}
-    for found in (accumulate(0, places), *ranks.run(3, accumulate, places)):
-        assert {name: grad.tolist() for name, grad in found.items()} == expected
-
-
-# Messages
 
 
 def count_messages(rank: int) -> list[dict[str, int]]:
@@ -254,3 +100,114 @@ def count_messages(rank: int) -> list[dict[str, int]]:
 def test_there_are_six_collectives_for_any_number_of_tables(ranks: Ranks) -> None:
     for found in ranks.run(3, count_messages):
         assert found == [{"headers": 2, "ids": 1, "votes": 1, "rows": 1, "gradients": 1}] * 3
+
+
+OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
+    lambda params: rowstep.SparseAdam(params, lr=0.01),
+    lambda params: rowstep.SparseAdam(params, lr=0.01, bias_correction="row", amsgrad=True),
+    lambda params: rowstep.SparseAdam(params, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
+    lambda params: rowstep.SparseAdam(params, lr=0.01, weight_decay=0.1, nonfinite="raise"),
+    lambda params: rowstep.SparseAdam(params, lr=0.01, second_moment="row"),
+    lambda params: torch.optim.SparseAdam(list(params), lr=0.01),
+    lambda params: rowstep.DeferredAdam(params, lr=0.01),
+    lambda params: rowstep.DeferredAdam(params, lr=0.01, amsgrad=True, betas=(0.8, 0.99)),
+    lambda params: rowstep.DeferredAdam(params, lr=torch.tensor(0.01), maximize=True, eps=1e-6),
+    lambda params: rowstep.DeferredAdamW(params, lr=0.01, weight_decay=0.3),
+]
+PROGRAMS = 100 if os.environ.get("ROWSTEP_LONG") else len(OPTIMIZERS)
+
+
+class Program:
+    """What a seed stands for. Every rank and the single process draw the same one."""
+
+    def __init__(self, seed: int) -> None:
+        draw = self._draw = random.Random(seed)
+        torch.manual_seed(seed)
+        self.tables: dict[str, Plain] = {f"t{number}": self._table() for number in range(draw.randint(1, 4))}
+        self.places = {name: draw.choice(["divided", "divided", "everywhere"]) for name in self.tables}
+        steps, self.limit = draw.randint(3, 8), draw.choice([None, 0.5])
+        self.passes = [draw.randint(1, 4) for _ in range(steps)]
+        self.seed = seed
+
+    def _table(self) -> Plain:
+        draw = self._draw
+        rows, width = draw.choice([1, 2, 7, 40]), draw.choice([1, 2, 3])
+        padding = draw.choice([None, rows - 1])
+        if draw.random() < 0.6:
+            return nn.Embedding(rows, width, padding_idx=padding, sparse=True, dtype=DTYPE)
+        mode, last = draw.choice(["sum", "mean"]), draw.choice([False, True])
+        return nn.EmbeddingBag(
+            rows, width, mode=mode, padding_idx=padding, include_last_offset=last, sparse=True, dtype=DTYPE
+        )
+
+    def ids(self, step: int, micro: int, rank: int) -> dict[str, Any]:
+        """Now and then a table is left out, has no ids, or has one id many times, which another rank may own.
+
+        Of a bag there may be offsets and weights, and ids of int32.
+
+        The first is never left out: a rank takes part in a backward pass by what it has looked up.
+        """
+        draw = random.Random(f"{self.seed} {step} {micro} {rank}")
+        found: dict[str, Any] = {}
+        all_empty = draw.random() < 0.3
+        for name, table in self.tables.items():
+            if found and draw.random() < 0.15:
+                continue
+            count = 0 if all_empty else draw.choice([0, 1, 5])
+            rows, shape = table.num_embeddings, (count, 2) if isinstance(table, nn.EmbeddingBag) else (count,)
+            generator = torch.Generator().manual_seed(draw.getrandbits(40))
+            drawn = torch.randint(rows, shape, generator=generator)
+            found[name] = ids = drawn if draw.random() < 0.7 else torch.full(shape, draw.randrange(rows))
+            if isinstance(table, nn.EmbeddingBag) and table.mode == "sum" and draw.random() < 0.5:
+                weights = torch.rand(ids.numel(), generator=generator, dtype=DTYPE)
+                ends = torch.arange(0, ids.numel() + table.include_last_offset, 2)
+                found[name] = (ids.flatten(), ends, weights)
+            elif draw.random() < 0.3:
+                found[name] = ids.to(torch.int32)
+        return found
+
+    def loss(self, read: Mapping[str, Tensor]) -> Tensor:
+        parts = [(value.sin() * torch.linspace(1, 2, value.shape[-1], dtype=DTYPE)).sum() for value in read.values()]
+        return torch.stack(parts).sum()
+
+    def train(self, model: nn.Module, losses: Callable[[int, int], Iterable[Tensor]]) -> None:
+        optimizer = OPTIMIZERS[self.seed % len(OPTIMIZERS)](model.parameters())
+        for step, passes in enumerate(self.passes):
+            optimizer.zero_grad()
+            for micro in range(passes):
+                for loss in losses(step, micro):
+                    torch.autograd.backward(loss)
+            if self.limit is not None:
+                rowstep.clip_grad_norm_(model.parameters(), self.limit)
+            optimizer.step()
+
+
+def train_together(rank: int, seed: int) -> dict[str, Tensor]:
+    program = Program(seed)
+    tables = ShardedEmbeddingCollection(program.tables, plan=program.places)
+    program.train(tables, lambda step, micro: [program.loss(tables(program.ids(step, micro, rank)))])
+    return {name: tables[name].full_weight() for name in tables}
+
+
+def train_alone(seed: int, ranks: int) -> dict[str, Tensor]:
+    program = Program(seed)
+
+    def losses(step: int, micro: int) -> Iterator[Tensor]:
+        for rank in range(ranks):
+            ids = program.ids(step, micro, rank)
+            read = {
+                name: program.tables[name](*(each if isinstance(each, tuple) else (each,)))
+                for name, each in ids.items()
+            }
+            yield program.loss(read) / ranks
+
+    program.train(nn.ModuleDict(program.tables), losses)
+    return {name: table.weight.detach().clone() for name, table in program.tables.items()}
+
+
+@pytest.mark.parametrize("seed", range(PROGRAMS))
+def test_a_random_program_ends_where_one_process_ends(ranks: Ranks, seed: int) -> None:
+    count = 1 + seed % 4
+    expected = train_alone(seed, count)
+    for found in ranks.run(count, train_together, seed) if count > 1 else [train_together(0, seed)]:
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)

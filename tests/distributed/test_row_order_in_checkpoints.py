@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,39 +77,27 @@ class Side:
 
     def same_as(self, other: Side, *, weights: bool, moments: bool) -> bool:
         """Whether the rows here are those of the same ids of a plain side, which has all."""
-        ids = self.ids()
-        mine: Tensor = self.model[0].weight
-        whole: Tensor = other.model[0].weight
+        mine, whole = self.model[0].weight, other.model[0].weight
         state, theirs = self.optimizer.state[mine], other.optimizer.state[whole]
         pairs = [(mine, whole)] if weights else []
         if moments:
             pairs += [(state[key], slot) for key, slot in theirs.items() if key != "step"]
-        return all(torch.equal(mine, whole[ids]) for mine, whole in pairs)
+        return all(torch.equal(part, all_of_it[self.ids()]) for part, all_of_it in pairs)
 
 
 def dcp_load(state_dict: dict[str, Any], path: Path) -> None:
     """Torch's load. It goes on where keys are missing, such as those of the constants, and looks at the tensors."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        state_dict_loader.load(state_dict, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
+    state_dict_loader.load(state_dict, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
 
 
-def dcp_save(state_dict: dict[str, Any], path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        state_dict_saver.save(state_dict, checkpoint_id=path)
+def ignore_what_torch_warns_of() -> None:
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
 
 
 def from_rank_0(state_dict: Any) -> Any:
     """What each rank passes to ``broadcast_from_rank0``."""
     return state_dict if not dist.is_initialized() or dist.get_rank() == 0 else {}
-
-
-def through_a_file(thing: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(thing, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 Route = Callable[[Side, Side, Path], object]
@@ -117,9 +106,6 @@ MODEL_ROUTES: dict[str, Route] = {
     "dcp.load": lambda a, b, path: dcp_load({"model": b.model.state_dict()}, path),
     "distributed.load": lambda a, b, path: distributed.load({"model": b.model.state_dict()}, path),
     "load_state_dict": lambda a, b, path: b.model.load_state_dict(a.model.state_dict()),
-    "load_state_dict of full, not strict": lambda a, b, path: b.model.load_state_dict(
-        get_model_state_dict(a.model, options=FULL), strict=False
-    ),
     "set_model_state_dict, not strict": lambda a, b, path: set_model_state_dict(
         b.model, get_model_state_dict(a.model, options=FULL), options=LOOSE
     ),
@@ -131,7 +117,7 @@ MODEL_ROUTES: dict[str, Route] = {
 OPTIMIZER_ROUTES: dict[str, Route] = {
     "dcp.load": lambda a, b, path: dcp_load({"optimizer": b.optimizer.state_dict()}, path),
     "distributed.load": lambda a, b, path: distributed.load({"optimizer": b.optimizer}, path),
-    "torch.save": lambda a, b, path: b.optimizer.load_state_dict(through_a_file(full_optimizer_state(a))),
+    "torch.save": lambda a, b, path: b.optimizer.load_state_dict(full_optimizer_state(a)),
     "set_optimizer_state_dict": lambda a, b, path: set_optimizer_state_dict(
         b.model, b.optimizer, get_optimizer_state_dict(a.model, a.optimizer, options=FULL), options=FULL
     ),
@@ -145,22 +131,26 @@ OPTIMIZER_ROUTES: dict[str, Route] = {
 
 
 def full_optimizer_state(side: Side) -> Any:
-    """A state dict by numbers with whole tensors, as a user who gathers them makes it."""
+    """A state dict by numbers with whole tensors, as a user who gathers them makes it, through a file."""
     saved = side.optimizer.state_dict()
     saved["state"] = {
         number: {key: slot.full_tensor() if isinstance(slot, DTensor) else slot for key, slot in state.items()}
         for number, state in saved["state"].items()
     }
-    return saved
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def take_all_routes(rank: int, rows: int, width: int, kind: Kind, path: Path, to_plain: bool) -> dict[str, str]:
     """For every route from a sharded side to a plain one, or back, what became of the rows."""
-    warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+    ignore_what_torch_warns_of()
     truth = Side(rows, width, sharded=False, filled=True, kind=kind)
     source = Side(rows, width, sharded=to_plain, filled=True, kind=kind)
     assert source.same_as(truth, weights=True, moments=True)
-    dcp_save({"model": source.model, "optimizer": source.optimizer}, path / str(to_plain))
+    saved = {"model": source.model, "optimizer": source.optimizer}
+    state_dict_saver.save(saved, checkpoint_id=path / str(to_plain))
     outcomes = {}
     for what, routes in {"model": MODEL_ROUTES, "optimizer": OPTIMIZER_ROUTES}.items():
         for name, route in routes.items():
@@ -197,16 +187,22 @@ def check(outcomes: list[dict[str, str]], raising: set[str]) -> None:
                 assert outcome == "right", (name, rank, outcome)
 
 
-@pytest.mark.parametrize(("rows", "width", "kind"), [(11, 4, ELEMENT), (4, 1, ROW)], ids=["by element", "by row"])
-def test_among_ranks(ranks: Ranks, tmp_path: Path, rows: int, width: int, kind: Kind) -> None:
-    check(ranks.run(2, take_all_routes, rows, width, kind, tmp_path, True), TO_PLAIN_RAISES)
-    check(ranks.run(2, take_all_routes, rows, width, kind, tmp_path, False), TO_SHARDED_RAISES)
-
-
-def test_as_many_rows_as_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    """Torch could broadcast what it copies into a block of one row, if the shape let it."""
-    check(ranks.run(3, take_all_routes, 3, 2, ELEMENT, tmp_path, True), TO_PLAIN_RAISES)
-    check(ranks.run(3, take_all_routes, 3, 2, ELEMENT, tmp_path, False), TO_SHARDED_RAISES)
+@pytest.mark.parametrize(
+    ("count", "rows", "width", "kind"),
+    [
+        (0, 4, 4, ELEMENT),  # in this process
+        (0, 11, 1, ROW),
+        (2, 11, 4, ELEMENT),
+        (2, 4, 1, ROW),
+        (3, 3, 2, ELEMENT),  # torch could broadcast what it copies into a block of one row, if the shape let it
+    ],
+)
+def test_every_route_is_right_or_raises(
+    ranks: Ranks, tmp_path: Path, count: int, rows: int, width: int, kind: Kind
+) -> None:
+    for to_plain, raising in ((True, TO_PLAIN_RAISES), (False, TO_SHARDED_RAISES)):
+        options = (rows, width, kind, tmp_path, to_plain)
+        check(ranks.run(count, take_all_routes, *options) if count else [take_all_routes(0, *options)], raising)
 
 
 @pytest.mark.xfail(strict=True, reason="torch copies one number over another, whatever their shapes")
@@ -214,17 +210,13 @@ def test_one_number_per_rank_from_rank_0(ranks: Ranks, tmp_path: Path) -> None:
     check(ranks.run(3, take_all_routes, 3, 1, ELEMENT, tmp_path, False), TO_SHARDED_RAISES)
 
 
-@pytest.mark.parametrize(("rows", "width", "kind"), [(4, 4, ELEMENT), (11, 1, ROW)], ids=["by element", "by row"])
-def test_in_a_single_process(tmp_path: Path, rows: int, width: int, kind: Kind) -> None:
-    check([take_all_routes(0, rows, width, kind, tmp_path, True)], TO_PLAIN_RAISES)
-    check([take_all_routes(0, rows, width, kind, tmp_path, False)], TO_SHARDED_RAISES)
-
-
 @pytest.mark.parametrize("rows", [0, 2])
 def test_where_the_order_is_that_of_the_ids_state_dicts_are_a_plain_model_s(
     ranks: Ranks, tmp_path: Path, rows: int
 ) -> None:
-    assert RowOrder.spread(rows).is_by_id
+    assert [rows for rows in range(200) if RowOrder.spread(rows).is_by_id] == [0, 1, 2]
+    assert RowOrder.by_id(11).is_by_id
+    assert not RowOrder(11, 1, 3).is_by_id
     for to_plain in (True, False):
         # As they are, the DTensors among them are nothing that torch would copy into a plain weight.
         raising = {"model, load_state_dict"} if to_plain else set()
@@ -239,28 +231,18 @@ def test_where_the_order_is_that_of_the_ids_state_dicts_are_a_plain_model_s(
         assert all(torch.equal(mine[key], theirs[key]) for key in mine)
 
 
-def test_only_orders_that_move_rows_change_shapes() -> None:
-    assert [rows for rows in range(200) if RowOrder.spread(rows).is_by_id] == [0, 1, 2]
-    assert RowOrder.by_id(11).is_by_id
-    assert not RowOrder(11, 1, 3).is_by_id
-
-
 # torch's optimizers look at shapes only when they step
 
-TORCHS: dict[str, Any] = {
-    "Adam": torch.optim.Adam,
-    "Adam, fused": lambda params: torch.optim.Adam(params, fused=True),
-    "SparseAdam": torch.optim.SparseAdam,
-}
+TORCHS: list[Any] = [torch.optim.Adam, partial(torch.optim.Adam, fused=True), torch.optim.SparseAdam]
 
 
-@pytest.mark.parametrize("name", TORCHS)
+@pytest.mark.parametrize("make", TORCHS)
 @pytest.mark.parametrize(("rows", "width"), [(4, 4), (11, 1)])
-def test_torch_s_optimizers_cannot_step_with_a_sharded_table_s_state(name: str, rows: int, width: int) -> None:
+def test_torch_s_optimizers_cannot_step_with_a_sharded_table_s_state(make: Any, rows: int, width: int) -> None:
     sharded = Side(rows, width, sharded=True, filled=True, kind={"fused": True})
-    plain = nn.Embedding(rows, width, sparse=name == "SparseAdam")
+    plain = nn.Embedding(rows, width, sparse=make is torch.optim.SparseAdam)
     before = plain.weight.detach().clone()
-    optimizer = TORCHS[name](plain.parameters())
+    optimizer = make(plain.parameters())
     optimizer.load_state_dict(sharded.optimizer.state_dict())
     plain(torch.tensor([0, 3])).sum().backward()
     with pytest.raises(RuntimeError, match=r"size|shape"):
@@ -271,11 +253,7 @@ def test_torch_s_optimizers_cannot_step_with_a_sharded_table_s_state(name: str, 
 def test_a_state_without_constants_is_no_sharded_table_s_to_a_plain_model() -> None:
     """It may be that of a convolution, which has such shapes too."""
     convolution = nn.Conv1d(4, 11, kernel_size=1, bias=False)
-    state = {
-        "step": 1,
-        "exp_avg": torch.ones_like(convolution.weight),
-        "exp_avg_sq": torch.ones_like(convolution.weight),
-    }
+    state = {"step": 1, **{key: torch.ones_like(convolution.weight) for key in ("exp_avg", "exp_avg_sq")}}
     saved = rowstep.SparseAdam(convolution.parameters()).state_dict() | {"state": {0: state}}
     rowstep.SparseAdam(convolution.parameters()).load_state_dict(saved)
     with pytest.raises(ValueError, match=r"'exp_avg' is \(11, 4, 1\) .* expected the parameter's shape, \(11, 4\)"):
@@ -286,16 +264,17 @@ def test_a_state_without_constants_is_no_sharded_table_s_to_a_plain_model() -> N
 
 
 def take_dtensors(rank: int, path: Path) -> None:
+    ignore_what_torch_warns_of()
     truth = Side(11, 4, sharded=False, filled=True, kind=ELEMENT)
     whole = truth.model[0].weight.detach()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for placement in (Shard(0), Shard(1), Replicate()):
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         target = Side(11, 4, sharded=True, filled=False, kind=ELEMENT)
         target.model.load_state_dict({"0.weight": distribute_tensor(whole, mesh, [placement])})
         assert target.same_as(truth, weights=True, moments=False)
 
     # In a checkpoint, cut by columns.
-    dcp_save({"model": {"0.weight": distribute_tensor(whole, mesh, [Shard(1)])}}, path)
+    state_dict_saver.save({"model": {"0.weight": distribute_tensor(whole, mesh, [Shard(1)])}}, checkpoint_id=path)
     target = Side(11, 4, sharded=True, filled=False, kind=ELEMENT)
     distributed.load({"model": target.model.state_dict()}, path)
     assert target.same_as(truth, weights=True, moments=False)
@@ -323,18 +302,11 @@ def test_dtensors_from_elsewhere_are_put_into_place(ranks: Ranks, tmp_path: Path
     ranks.run(2, take_dtensors, tmp_path)
 
 
-# What is refused
-
-
-def test_a_third_dimension_that_is_no_mark_is_refused() -> None:
-    table = ShardedEmbedding(11, 4)
+def test_the_shape_decides_even_if_constants_came_along() -> None:
+    table, plain = ShardedEmbedding(11, 4), nn.Embedding(11, 4)
     for shape in [(11, 1, 4), (11, 4, 2), (12, 4, 1)]:
         with pytest.raises(ValueError, match="expected all 11 rows of the table, as state_dict"):
             table.load_state_dict({"weight": torch.zeros(shape)})
-
-
-def test_the_shape_decides_even_if_constants_came_along() -> None:
-    table, plain = ShardedEmbedding(11, 4), nn.Embedding(11, 4)
     table.load_state_dict({"weight": plain.weight.detach(), ROW_ORDER: torch.tensor([11, 3, 2])})
     assert torch.equal(table.full_weight(), plain.weight)
     ids = RowOrder(11, 3, 2).ids(torch.arange(11))

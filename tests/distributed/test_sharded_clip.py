@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import rowstep
 from rowstep.distributed import ShardedEmbedding, ShardedEmbeddingBag
 from tests.helpers.ranks import Ranks
 
 WIDTH = 3
-NORM_TYPES = (2.0, 0.5, math.inf)
-LIMITS = (0.01, 1e6)
+CASES = [(norm_type, limit) for norm_type in (2.0, 0.5, math.inf) for limit in (0.01, 1e6)]
 
 
 class Model(nn.Module):
@@ -76,35 +79,29 @@ def full_gradients(model: Any) -> list[Tensor]:
 
 def clip_in_all_ways(rank: int, ranks: int) -> list[tuple[Tensor, list[Tensor]]]:
     seen = []
-    for norm_type in NORM_TYPES:
-        for limit in LIMITS:
-            model = ready_for_clipping(rank, ranks)
-            seen.append((rowstep.clip_grad_norm_(model.parameters(), limit, norm_type), full_gradients(model)))
-            assert model.large.weight.grad.is_sparse
+    for norm_type, limit in CASES:
+        model = ready_for_clipping(rank, ranks)
+        seen.append((rowstep.clip_grad_norm_(model.parameters(), limit, norm_type), full_gradients(model)))
+        assert model.large.weight.grad.is_sparse
     return seen
 
 
 def test_norm_and_clipped_gradients_are_those_of_one_process(ranks: Ranks) -> None:
-    cases = [(norm_type, limit) for norm_type in NORM_TYPES for limit in LIMITS]
     for found in ranks.run(4, clip_in_all_ways, 4):
-        for (norm_type, limit), (norm, grads) in zip(cases, found, strict=True):
+        for (norm_type, limit), (norm, grads) in zip(CASES, found, strict=True):
             model = alone(4)
             expected = rowstep.clip_grad_norm_(model.parameters(), limit, norm_type)
             torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
-            for grad, param in zip(grads, model.parameters(), strict=True):
-                torch.testing.assert_close(grad, param.grad.to_dense(), rtol=1e-12, atol=1e-15)
+            whole = [param.grad.to_dense() for param in model.parameters()]
+            torch.testing.assert_close(grads, whole, rtol=1e-12, atol=1e-15)
 
 
 def gradients_of_every_sort(rank: int) -> None:
     model = ready_for_clipping(rank, 3)
     params = list(model.parameters())
     model.large.weight.grad = None if rank == 0 else model.large.weight.grad
-    parts = [torch.zeros(())] if rank == 0 else [model.large.weight.grad.to_dense().flatten()]
-    squares = (torch.cat([*[p.reshape(-1) for p in parts], model.tiny.weight.grad.to_dense().flatten()]) ** 2).sum()
-    dist.all_reduce(squares)
-    squares += sum(float((param.grad.to_dense() ** 2).sum()) for param in params[2:])
-    norm = rowstep.clip_grad_norm_(params, 1e6)
-    torch.testing.assert_close(norm, squares.sqrt(), rtol=1e-12, atol=0)
+    norm, squares = rowstep.clip_grad_norm_(params, 1e6), sum(grad.square().sum() for grad in full_gradients(model))
+    torch.testing.assert_close(norm, torch.as_tensor(squares).sqrt(), rtol=1e-12, atol=0)
     assert (model.large.weight.grad is None) == (rank == 0)
 
     # An order of parameters that begins with a whole one, and one that has nothing else than shards.
@@ -145,9 +142,37 @@ def groups_of_their_own(rank: int) -> None:
     torch.testing.assert_close(of_pair.weight.grad.to_dense().max(), 2 / expected)
 
 
-def test_ranks_without_gradients_or_rows_take_part(ranks: Ranks) -> None:
-    ranks.run(3, gradients_of_every_sort)
+@pytest.mark.parametrize(("count", "program"), [(3, gradients_of_every_sort), (4, groups_of_their_own)])
+def test_ranks_without_gradients_and_tables_of_different_groups(
+    ranks: Ranks, count: int, program: Callable[[int], None]
+) -> None:
+    ranks.run(count, program)
 
 
-def test_tables_of_different_groups_are_clipped_together(ranks: Ranks) -> None:
-    ranks.run(4, groups_of_their_own)
+# Dense layers under FSDP2, whose gradients are DTensors
+
+
+def clip_beside(rank: int | None, table: str, max_norm: float) -> tuple[float, list[Tensor]]:
+    """The norm and the clipped gradients of the layers. The batch is the same on every rank."""
+    torch.manual_seed(0)
+    plain = nn.Embedding(9, 4, sparse=True, dtype=torch.float64)
+    layers: Any = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(3)))
+    beside: Any = ShardedEmbedding.from_embedding(plain) if table == "sharded" and rank is not None else plain
+    if rank is not None:
+        fully_shard(layers, mesh=init_device_mesh("cpu", (2,)))
+    rows = torch.ones(3, 4, dtype=torch.float64) if table == "none" else beside(torch.tensor([1, 2, 2]))
+    torch.autograd.backward((100 * layers(rows)).square().sum())
+    norm: Any = rowstep.clip_grad_norm_([*beside.parameters(), *layers.parameters()], max_norm)
+    grads = [param.grad for param in layers.parameters()]
+    if table == "plain":
+        grads.append(beside.weight.grad.to_dense())
+    norm, *grads = (each.full_tensor() if isinstance(each, DTensor) else each for each in (norm, *grads))
+    return float(norm), grads
+
+
+@pytest.mark.parametrize(("table", "max_norm"), [("none", 0.01), ("plain", 0.01), ("sharded", 0.01), ("sharded", 1e9)])
+def test_gradients_under_fsdp_are_clipped(ranks: Ranks, table: str, max_norm: float) -> None:
+    norm, expected = clip_beside(None, table, max_norm)
+    for found_norm, found in ranks.run(2, clip_beside, table, max_norm):
+        assert found_norm == pytest.approx(norm, rel=1e-12)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,32 +18,17 @@ from tests.helpers.ranks import Ranks
 
 ROWS, WIDTH, RANKS = 103, 3, 3
 
-Outcome = tuple[str, str]
 
-
-def outcome_of(action: Callable[[], object]) -> Outcome:
-    try:
-        action()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "nothing", ""
-
-
-def assert_heard_everywhere(outcomes: list[Outcome], culprits: dict[int, str], text: str) -> None:
+def assert_heard(rank: int, action: Callable[[], object], culprits: dict[int, str], text: str) -> None:
     """The culprits raise what went wrong, all others a PeerError that names them and says the same."""
-    for rank, (kind, message) in enumerate(outcomes):
-        if rank in culprits:
-            assert kind == culprits[rank]
-            assert text in message
-        else:
-            assert kind == PeerError.__name__
-            for culprit, its_kind in culprits.items():
-                assert f"rank {culprit}: {its_kind}: " in message
-            assert text in message
-            assert message.count("rank ") == len(culprits)
+    with pytest.raises(Exception, match=re.escape(text)) as caught:
+        action()
+    message = str(caught.value)
+    assert caught.type.__name__ == culprits.get(rank, PeerError.__name__)
+    if rank not in culprits:
+        assert all(f"rank {culprit}: {its_kind}: " in message for culprit, its_kind in culprits.items())
+        assert message.count("rank ") == len(culprits)
 
-
-# Lookups
 
 IDS = torch.tensor([[1, 2, 3], [4, 4, 0]])
 
@@ -51,12 +37,10 @@ BAD_IDS: list[tuple[Any, str, str]] = [
     (torch.tensor([5, -1]), "IndexError", "id -1 is outside the table"),
     (torch.tensor([1.0]), "TypeError", "the ids are torch.float32; expected a tensor of torch.int32 or torch.int64"),
     ([1, 2], "TypeError", "the ids are list"),
-    (None, "TypeError", "the ids are NoneType"),
     (torch.tensor([1], device="meta"), "ValueError", "the ids are on meta; expected cpu, the table's device"),
 ]
 
 BAD_BAGS: list[tuple[tuple[Any, ...], str, str]] = [
-    ((torch.tensor([1, 2, ROWS]), torch.tensor([0])), "IndexError", f"id {ROWS} is outside"),
     ((torch.tensor([1, 2, 3]), torch.tensor([0, 9])), "RuntimeError", "offsets[-1] can not be greater than input's"),
     ((torch.tensor([1, 2, 3]),), "ValueError", "offsets has to be a 1D Tensor"),
     ((IDS, None, torch.rand(3)), "ValueError", "must have the same shape as the input"),
@@ -64,41 +48,24 @@ BAD_BAGS: list[tuple[tuple[Any, ...], str, str]] = [
 ]
 
 
-def lookups_that_fail(rank: int) -> list[tuple[Outcome, Tensor]]:
-    """On one rank after the other; and what all ranks read, and learn, right after that."""
+def lookups_that_fail(rank: int) -> None:
+    """On one rank after the other; all ranks read, and learn, as before right after that."""
     torch.manual_seed(0)
-    table = ShardedEmbedding(ROWS, WIDTH)
-    bag = ShardedEmbeddingBag(ROWS, WIDTH, mode="sum")
-    seen = []
-    for number, (bad, _, _) in enumerate(BAD_IDS):
-        outcome = outcome_of(partial(table, bad if rank == number % RANKS else IDS))
+    table, bag = ShardedEmbedding(ROWS, WIDTH), ShardedEmbeddingBag(ROWS, WIDTH, mode="sum")
+    before, bags_before = table(IDS).detach(), bag(IDS).detach()
+    for number, (bad, kind, text) in enumerate(BAD_IDS):
+        culprit = number % RANKS
+        assert_heard(rank, partial(table, bad if rank == culprit else IDS), {culprit: kind}, text)
         table.zero_grad()
         read = table(IDS)
         read.sum().backward()
-        seen.append((outcome, read.detach()))
-    for number, (arguments, _, _) in enumerate(BAD_BAGS):
-        outcome = outcome_of(partial(bag, *(arguments if rank == number % RANKS else (IDS,))))
-        seen.append((outcome, bag(IDS).detach()))
-    both = outcome_of(lambda: table(torch.tensor([-7]) if rank else IDS))
-    seen.append((both, table(IDS).detach()))
-    return seen
-
-
-def test_a_lookup_that_fails_on_one_rank_fails_on_all_and_the_table_goes_on(ranks: Ranks) -> None:
-    torch.manual_seed(0)
-    read = ShardedEmbedding(ROWS, WIDTH)(IDS).detach()
-    of_bags = ShardedEmbeddingBag(ROWS, WIDTH, mode="sum")(IDS).detach()
-    results = ranks.run(RANKS, lookups_that_fail)
-    bad = [(number % RANKS, kind, text, read) for number, (_, kind, text) in enumerate(BAD_IDS)]
-    bad += [(number % RANKS, kind, text, of_bags) for number, (_, kind, text) in enumerate(BAD_BAGS)]
-    for number, (culprit, kind, text, expected) in enumerate(bad):
-        outcomes = [result[number][0] for result in results]
-        assert_heard_everywhere(outcomes, {culprit: kind}, text)
-        for result in results:
-            torch.testing.assert_close(result[number][1], expected)
-    assert_heard_everywhere(
-        [result[-1][0] for result in results], {1: "IndexError", 2: "IndexError"}, "id -7 is outside"
-    )
+        assert torch.equal(read, before)
+    for number, (arguments, kind, text) in enumerate(BAD_BAGS):
+        culprit = number % RANKS
+        assert_heard(rank, partial(bag, *(arguments if rank == culprit else (IDS,))), {culprit: kind}, text)
+        assert torch.equal(bag(IDS), bags_before)
+    both = {1: "IndexError", 2: "IndexError"}
+    assert_heard(rank, lambda: table(torch.tensor([-7]) if rank else IDS), both, "id -7 is outside")
 
 
 class GrumbleError(Exception):
@@ -116,71 +83,42 @@ class Grumbling(nn.Parameter):
             return func(*args, **(kwargs or {}))
 
 
-def reads_that_raise(rank: int) -> list[Outcome]:
+def reads_that_raise(rank: int) -> None:
     torch.manual_seed(0)
-    table = ShardedEmbedding(ROWS, WIDTH)
-    bag = ShardedEmbeddingBag(ROWS, WIDTH)
+    table, bag = ShardedEmbedding(ROWS, WIDTH), ShardedEmbeddingBag(ROWS, WIDTH)
     if rank == 1:
         table.weight.__class__ = bag.weight.__class__ = Grumbling
-    actions: list[Callable[[], object]] = [
-        lambda: table(IDS),
-        lambda: bag(IDS),
-        table.full_weight,
-        bag.to_embedding,
-    ]
-    outcomes = [outcome_of(action) for action in actions]
+    for action in (partial(table, IDS), partial(bag, IDS), table.full_weight, bag.to_embedding):
+        assert_heard(rank, action, {1: "GrumbleError"}, "I do not feel like it")
     table.weight.__class__ = bag.weight.__class__ = nn.Parameter
     assert table(IDS).shape == (2, 3, WIDTH)
     assert table.full_weight().shape == (ROWS, WIDTH)
-    return outcomes
 
 
-def test_a_read_that_raises_on_one_rank_is_heard_on_all(ranks: Ranks) -> None:
-    results = ranks.run(RANKS, reads_that_raise)
-    for outcomes in zip(*results, strict=True):
-        assert_heard_everywhere(list(outcomes), {1: "GrumbleError"}, "I do not feel like it")
-
-
-def clipping_that_raises(rank: int) -> list[Outcome]:
-    table = ShardedEmbedding(ROWS, WIDTH)
-    dense = nn.Linear(WIDTH, 1)
+def clipping_that_raises(rank: int) -> None:
+    table, dense = ShardedEmbedding(ROWS, WIDTH), nn.Linear(WIDTH, 1)
     params = [*table.parameters(), *dense.parameters()]
 
-    def prepare() -> None:
+    def gradient() -> Tensor:
         for param in params:
             param.grad = None
         dense(table(IDS)).sum().backward()
+        assert table.weight.grad is not None
+        return table.weight.grad
 
-    prepare()
-    grad = table.weight.grad
-    assert grad is not None
+    grad = gradient()
     if rank == 2:
         outside = torch.tensor([[len(table.weight) + 1]])
         table.weight.grad = torch.sparse_coo_tensor(outside, torch.ones(1, WIDTH), grad.shape, check_invariants=False)
-    outcomes = [outcome_of(lambda: rowstep.clip_grad_norm_(params, 1.0))]
-    prepare()
+    assert_heard(rank, lambda: rowstep.clip_grad_norm_(params, 1.0), {2: "IndexError"}, "index")
+    grad = gradient()
     if rank == 0:
-        assert table.weight.grad is not None
-        table.weight.grad = torch.sparse_coo_tensor(
-            torch.tensor([[0]]), torch.full((1, WIDTH), torch.nan), table.weight.shape, check_invariants=True
-        )
-    outcomes.append(outcome_of(lambda: rowstep.clip_grad_norm_(params, 1.0, error_if_nonfinite=True)))
-    prepare()
-    outcomes.append(outcome_of(lambda: rowstep.clip_grad_norm_(params, 1.0)))
-    return outcomes
-
-
-def test_clipping_that_raises_on_one_rank_raises_on_all(ranks: Ranks) -> None:
-    results = ranks.run(RANKS, clipping_that_raises)
-    outside, not_finite, good = (list(outcomes) for outcomes in zip(*results, strict=True))
-    assert_heard_everywhere(outside, {2: "IndexError"}, "index")
-    for kind, text in not_finite:  # the norm is everybody's, and so is the flaw
-        assert kind == "RuntimeError"
-        assert "is nan, so it cannot be clipped" in text
-    assert good == [("nothing", "")] * RANKS
-
-
-# Refusals
+        rows = torch.full((1, WIDTH), torch.nan)
+        table.weight.grad = torch.sparse_coo_tensor(torch.tensor([[0]]), rows, grad.shape, check_invariants=True)
+    with pytest.raises(RuntimeError, match="is nan, so it cannot be clipped"):  # on all: the norm is everybody's
+        rowstep.clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
+    gradient()
+    rowstep.clip_grad_norm_(params, 1.0)
 
 
 @pytest.mark.parametrize("cls", [ShardedEmbedding, ShardedEmbeddingBag])
@@ -201,9 +139,6 @@ def test_what_cannot_be_honoured_is_refused(cls: type[nn.Module], options: dict[
         ShardedEmbeddingBag(ROWS, WIDTH, mode="median")
 
 
-# Row surgery
-
-
 def surgery(rank: int) -> None:
     for make in (rowstep.SparseAdam, rowstep.DeferredAdam):
         torch.manual_seed(0)
@@ -212,14 +147,11 @@ def surgery(rank: int) -> None:
         table(torch.arange(60)).sum().backward()
         optimizer.step()
         before, weight = table.full_weight(), table.weight
-        for operate in (
-            partial(optimizer.grow, weight, 2),
-            partial(optimizer.keep_rows, weight, torch.arange(2)),
-            partial(optimizer.permute_rows, weight, torch.arange(len(weight)).flip(0)),
-        ):
-            kind, text = outcome_of(operate)
-            assert kind == "ValueError", kind
-            assert f"{len(weight)} of the {ROWS} rows of a sharded table; expected an unsharded table" in text, text
+        flipped = torch.arange(len(weight)).flip(0)
+        surgeries = {optimizer.grow: 2, optimizer.keep_rows: flipped[:2], optimizer.permute_rows: flipped}
+        for operate, how in surgeries.items():
+            with pytest.raises(ValueError, match=rf"{len(weight)} of the {ROWS} rows of a sharded table; expected"):
+                operate(weight, how)
 
         ids = torch.tensor([3, 50, 99])
         optimizer.reset_rows(weight, table.local_rows(ids))
@@ -228,10 +160,10 @@ def surgery(rank: int) -> None:
         known = torch.zeros(ROWS, dtype=torch.bool)
         known[table._shard.order.ids(torch.arange(ROWS))] = moments.ne(0).any(1)
         assert torch.equal(known.nonzero().view(-1), torch.tensor([id for id in range(60) if id not in (3, 50)]))
-        kind, text = outcome_of(partial(table.local_rows, torch.tensor([ROWS])))
-        assert kind == "IndexError"
-        assert f"id {ROWS} is outside the table" in text
+        with pytest.raises(IndexError, match=f"id {ROWS} is outside the table"):
+            table.local_rows(torch.tensor([ROWS]))
 
 
-def test_rows_of_a_shard_can_be_reset_but_not_added_dropped_or_moved(ranks: Ranks) -> None:
-    ranks.run(RANKS, surgery)
+@pytest.mark.parametrize("program", [lookups_that_fail, reads_that_raise, clipping_that_raises, surgery])
+def test_errors_are_heard_on_all_ranks_and_the_table_goes_on(ranks: Ranks, program: Callable[[int], None]) -> None:
+    ranks.run(RANKS, program)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import rowstep
+from rowstep._part import ROW_ORDER, part_of
 from rowstep.distributed import ShardedEmbedding, ShardedEmbeddingBag
 from tests.helpers.gradients import same_bits
 from tests.helpers.ranks import Ranks
@@ -41,9 +43,6 @@ def full_gradient(table: Any) -> Tensor:
     return full
 
 
-# Reads and their gradients
-
-
 class Case(NamedTuple):
     """A plain table, and what a rank reads of it."""
 
@@ -59,7 +58,7 @@ def some_ids(rank: int, *shape: int, rows: int = ROWS, dtype: torch.dtype = torc
 def cases() -> Iterator[Case]:
     """Everything that the two modules take. Every rank reads ids of its own, of shapes of its own."""
     embedding = partial(nn.Embedding, sparse=True)
-    for shape in [(), (7,), (2, 3, 4), (2, 0, 4)]:
+    for shape in [(), (2, 3, 4), (2, 0, 4)]:
         yield Case(lambda: embedding(ROWS, WIDTH), lambda t, r, s=shape: t(some_ids(r, *s)))  # type: ignore[misc]
     yield Case(lambda: embedding(ROWS, WIDTH), lambda t, r: t(some_ids(r, 6 if r == 2 else 0)))
     yield Case(lambda: embedding(90_001, 1), lambda t, r: t(some_ids(r, 60, rows=90_001, dtype=torch.int32)))
@@ -72,8 +71,7 @@ def cases() -> Iterator[Case]:
             lambda p=padding: embedding(ROWS, WIDTH, padding_idx=p),  # type: ignore[misc]
             lambda t, r, p=padding: t(torch.cat([some_ids(r, 9), torch.tensor([p % ROWS, 7])])),  # type: ignore[misc]
         )
-    for norm_type in (1.0, 2.0):
-        yield Case(lambda n=norm_type: embedding(ROWS, WIDTH, 2, 0.7, n), lambda t, r: t(some_ids(r, 9)))  # type: ignore[misc]
+    yield Case(lambda: embedding(ROWS, WIDTH, 2, 0.7, 1.0), lambda t, r: t(some_ids(r, 9)))
     yield Case(lambda: embedding(ROWS, WIDTH), several_lookups)
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
         yield Case(lambda d=dtype: embedding(ROWS, WIDTH, dtype=d), lambda t, r: t(some_ids(r, 30)))  # type: ignore[misc]
@@ -100,7 +98,6 @@ def bag_cases() -> Iterator[Case]:
         yield Case(make, lambda t, r: t(some_ids(r, 4, 3)))
         yield Case(make, lambda t, r: t(some_ids(r, 8 + r), ends(r)))  # the last bag is empty
         yield Case(partial(make, include_last_offset=True), lambda t, r: t(some_ids(r, 8 + r), ends(r)))
-        yield Case(make, lambda t, r: t(some_ids(r, 4, 3, dtype=torch.int32)))
         yield Case(make, lambda t, r: t(some_ids(r, 0), torch.empty(0, dtype=torch.int64)))  # nor is there a bag
         yield Case(partial(make, 5), lambda t, r: t(some_ids(r, 4 * (r % 2), 3, rows=5)))
         yield Case(partial(make, padding_idx=1), lambda t, r: t(torch.arange(12).view(4, 3) // 2))
@@ -138,23 +135,21 @@ def assert_reads_as_torch(rank: int, ranks: int, case: Case, gradient: str) -> N
         assert not full_gradient(table)[table.padding_idx].any()
 
 
-def read_all_cases(rank: int, ranks: int) -> int:
-    count = 0
+def read_all_cases(rank: int, ranks: int) -> None:
     for count, case in enumerate(cases(), 1):
         try:
             assert_reads_as_torch(rank, ranks, case, gradient="sum" if count % 2 else "mean")
         except Exception as error:
             raise AssertionError(f"case {count}: {case.make()}") from error
-    return count
 
 
 @pytest.mark.parametrize("ranks_count", [1, 4])
 def test_reads_and_gradients_are_torchs(ranks: Ranks, ranks_count: int) -> None:
-    assert min(ranks.run(ranks_count, read_all_cases, ranks_count)) > 40
+    ranks.run(ranks_count, read_all_cases, ranks_count)
 
 
 def test_without_process_group_a_sharded_table_is_a_plain_one() -> None:
-    assert read_all_cases(0, 1) > 40
+    read_all_cases(0, 1)
     table = ShardedEmbedding(10, 2)
     assert (table.group, table.rank, table.ranks, len(table.weight)) == (None, 0, 1, 10)
 
@@ -208,29 +203,15 @@ def lookups_without_gradients(rank: int) -> None:
     assert not frozen(everything).requires_grad
     assert same_bits(frozen(everything), plain.weight)
     assert not frozen.to_embedding().weight.requires_grad
-    bag = nn.EmbeddingBag.from_pretrained(plain.weight.detach(), freeze=True, sparse=True)
-    assert not shard(bag).weight.requires_grad
-    assert not shard(bag).to_embedding().weight.requires_grad
-
-
-def reads_of_all_sorts(rank: int) -> None:
-    weighted_bags(rank)
-    lookups_without_gradients(rank)
-
-
-def test_weighted_bags_and_reads_without_gradients(ranks: Ranks) -> None:
-    ranks.run(3, reads_of_all_sorts)
-
-
-# Contents
+    bag = shard(nn.EmbeddingBag.from_pretrained(plain.weight.detach(), freeze=True, sparse=True))
+    assert not bag.to_embedding().weight.requires_grad
 
 
 def there_and_back(rank: int) -> None:
     embeddings: list[Plain] = [
-        nn.Embedding(ROWS, WIDTH, 5, 0.9, 1.0, sparse=True),
-        nn.Embedding(5, WIDTH, dtype=torch.float64, sparse=True),
+        nn.Embedding(ROWS, WIDTH, 5, 0.9, 1.0, sparse=True, dtype=torch.float64),
         nn.EmbeddingBag(ROWS, WIDTH, 0.9, 1.0, mode="max", include_last_offset=True, padding_idx=4),
-        nn.EmbeddingBag(ROWS, WIDTH, mode="sum", sparse=True, dtype=torch.bfloat16),
+        nn.EmbeddingBag(5, WIDTH, mode="sum", sparse=True, dtype=torch.bfloat16),
     ]
     for plain in embeddings:
         dist.broadcast(plain.weight.detach(), 0)
@@ -255,9 +236,8 @@ def copies(rank: int) -> None:
         alone = copy.deepcopy(model)
         for module, other in ((twin, its_optimizer), (alone, rowstep.SparseAdam(alone.parameters()))):
             moments = other.state_dict()["state"][0]
-            for value in (moments["exp_avg"], moments["exp_avg_sq"], module.state_dict()["0.weight"]):
-                assert isinstance(value, DTensor)
-                assert value.shape == (ROWS, WIDTH, 1)
+            values = (moments["exp_avg"], moments["exp_avg_sq"], module.state_dict()["0.weight"])
+            assert all(isinstance(value, DTensor) and value.shape == (ROWS, WIDTH, 1) for value in values)
             assert same_bits(module[0].full_weight(), model[0].full_weight())
             assert module[0].group is model[0].group
         before = model[0].full_weight()
@@ -272,9 +252,26 @@ def copies(rank: int) -> None:
         assert ShardedEmbedding(ROWS, WIDTH).weight.is_meta
 
 
-def test_whole_tables_go_there_and_back(ranks: Ranks) -> None:
-    ranks.run(3, there_and_back)
+@pytest.mark.parametrize("program", [weighted_bags, lookups_without_gradients, there_and_back, copies])
+def test_tables_are_modules_as_any_other(ranks: Ranks, program: Callable[[int], None]) -> None:
+    ranks.run(3, program)
 
 
-def test_copies_are_sharded_tables_of_their_own(ranks: Ranks) -> None:
-    ranks.run(2, copies)
+def test_a_weight_stays_a_part_of_its_table_whatever_becomes_of_it() -> None:
+    table = ShardedEmbedding(ROWS, WIDTH, device="meta").to_empty(device="cpu")
+    assert part_of(table.weight) is not None
+    table.weight = nn.Parameter(torch.zeros(ROWS, WIDTH))
+    assert part_of(table.weight) is not None
+    with mock.patch.object(torch.__future__, "_overwrite_module_params_on_conversion", True):
+        table.double()
+    assert table.weight.dtype == torch.float64
+    assert part_of(table.weight) is not None
+    table.load_state_dict(nn.Embedding(ROWS, WIDTH, dtype=torch.float64).state_dict(), assign=True)
+    assert part_of(table.weight) is not None
+
+    # What is frozen has no state, and what was not loaded has one.
+    model = nn.Sequential(ShardedEmbedding(ROWS, WIDTH, _freeze=True), ShardedEmbedding(ROWS, WIDTH))
+    optimizer = rowstep.SparseAdam(model.parameters())
+    assert list(optimizer.state_dict()["state"]) == [1]
+    optimizer.load_state_dict(rowstep.SparseAdam(nn.Linear(2, 2).parameters()).state_dict())
+    assert set(optimizer.state_dict()["state"][1]) == {"step", "exp_avg", "exp_avg_sq", ROW_ORDER}

@@ -39,18 +39,11 @@ class Torchrun:
 
     def __init__(self, options: list[str], checkpoints: Path, *script_options: str) -> None:
         self._printed = checkpoints.parent / f"printed-{uuid.uuid4()}"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--local-addr=127.0.0.1", *options]
         run = [str(SCRIPT), "--checkpoints", str(checkpoints), f"--steps={STEPS}", f"--save-every={SAVE_EVERY}"]
         with self._printed.open("w") as printed:
             self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "torch.distributed.run",
-                    "--local-addr=127.0.0.1",
-                    *options,
-                    *run,
-                    *script_options,
-                ],
+                [*torchrun, *run, *script_options],
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=subprocess.STDOUT,
@@ -96,23 +89,16 @@ def in_this_process(checkpoints: Path) -> tuple[str, dict[str, Tensor]]:
     """The digest and the state of a run of a single rank, with one thread as the others: sums have the same order."""
     torch.set_num_threads(1)
     example: dict[str, Any] = runpy.run_path(str(SCRIPT))
-    with on_the_reference_backend():
+    with mock.patch.dict(os.environ, ROWSTEP_BACKEND="reference"):
         _, state = example["main"](checkpoints, steps=STEPS, save_every=SAVE_EVERY)
     return example["digest"](state), state
 
 
 def undisturbed(rank: int, checkpoints: Path) -> str:
     """The digest of a run of these ranks, which have joined already."""
-    example: dict[str, Any] = runpy.run_path(str(SCRIPT))
-    leaving = mock.patch.object(dist, "destroy_process_group")
-    with mock.patch.dict(example["main"].__globals__, join=lambda: None), leaving, on_the_reference_backend():
-        _, state = example["main"](checkpoints, steps=STEPS, save_every=SAVE_EVERY)
-    digest: str = example["digest"](state)
-    return digest
-
-
-def on_the_reference_backend() -> Any:
-    return mock.patch.dict(os.environ, ROWSTEP_BACKEND="reference")
+    joined = mock.patch.object(dist, "init_process_group")
+    with joined, mock.patch.object(dist, "destroy_process_group"):
+        return in_this_process(checkpoints)[0]
 
 
 def test_a_worker_that_is_killed_changes_no_bit(started: contextlib.ExitStack, ranks: Ranks, tmp_path: Path) -> None:
@@ -168,8 +154,7 @@ def test_the_other_machine_goes_on_alone(
 
     again, state = in_this_process(checkpoints)  # nothing is left to do
     assert again == ended_with
-    _, expected = in_this_process(tmp_path / "undisturbed")
-    for name, value in expected.items():
+    for name, value in in_this_process(tmp_path / "undisturbed")[1].items():
         # Not to the bit, since 20 steps took their sums over a batch in two parts; weights differed by up to 1e-5.
         difference, largest = (state[name] - value).abs().max(), value.abs().max()
         assert difference <= 1e-4 * largest, name
