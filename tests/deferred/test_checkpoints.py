@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
 import torch
 
 from rowstep import DeferredAdam, DeferredAdamW, SparseAdam
+from tests.helpers.copies import through_a_file
 from tests.helpers.deferred_cases import BAR, Twins, assert_same_parameter, distance, embedding, in_memory, zipf
 from tests.helpers.gradients import Snapshot, rows_of, step_with, table
 
@@ -28,14 +28,6 @@ def waiting(**options: Any) -> Twins:
     twins.look_up(*range(40))
     twins.run(15, rows=30)
     return twins
-
-
-def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
 
 
 def ours_for(twins: Twins, **options: Any) -> DeferredAdam:
@@ -72,15 +64,6 @@ def test_torchs_loads_into_ours_and_the_run_goes_on(options: dict[str, Any]) -> 
     twins.assert_same()
 
 
-def test_a_state_is_loaded_while_rows_wait() -> None:
-    """What they still have to do, they do first: loading an optimizer's state leaves the weights as they are."""
-    twins = waiting(weight_decay=0.1)
-    other = through_a_file(waiting(weight_decay=0.1, lr=0.02).theirs.state_dict())
-    twins.each(lambda model, optimizer: optimizer.load_state_dict(copy.deepcopy(other)))
-    twins.run(20, rows=40)
-    twins.assert_same()
-
-
 def test_a_state_that_cannot_be_deferred_is_refused_and_nothing_has_changed() -> None:
     twins = Twins(embedding(), lr=0.01)
     twins.run(16, rows=40)
@@ -95,20 +78,6 @@ def test_a_state_that_cannot_be_deferred_is_refused_and_nothing_has_changed() ->
     before.assert_unchanged()
     twins.run(5, rows=40)
     twins.assert_same()
-
-
-@pytest.mark.parametrize("step", [3, torch.tensor([3.0])])
-def test_a_loaded_step_may_be_any_number(step: Any) -> None:
-    """SparseAdam's is an int."""
-    twins = Twins(embedding())
-    twins.run(3, rows=40)
-    saved = through_a_file(twins.ours.state_dict())
-    saved["state"][0]["step"] = copy.deepcopy(step)
-    twins.ours.load_state_dict(saved)
-    twins.run(5, rows=40)
-    assert int(twins.ours.state[twins.model.weight]["step"]) == 8
-    twins.ours.flush()
-    assert distance(twins.model.weight, twins.twin.weight) <= BAR
 
 
 def test_a_state_of_sparse_adam_goes_on() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 import weakref
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rowstep import DeferredAdam, DeferredAdamW
+from tests.helpers.copies import objects_through_a_file, pickled
 from tests.helpers.deferred_cases import BAR, Twins, bag, distance, embedding, in_memory, reading, zipf
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -47,17 +47,6 @@ def waiting(steps: int = 15) -> Twins:
     return twins
 
 
-def through_a_file(thing: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(thing, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-def pickled(thing: Any) -> Any:
-    return pickle.loads(pickle.dumps(thing))
-
-
 def assert_same_weights(model: nn.Module, twin: nn.Module) -> None:
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert distance(one, other) <= BAR
@@ -84,7 +73,7 @@ def test_the_optimizers_state_dict_is_flushed_and_so_are_the_weights() -> None:
     assert_same_weights(twins.model, twins.twin)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, through_a_file])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, objects_through_a_file])
 def test_a_copy_of_the_model_is_flushed_and_plain(copied: Callable[[Any], Any]) -> None:
     twins = waiting()
     twins.model.users.register_forward_pre_hook(note_call)
@@ -110,7 +99,7 @@ def note_call(module: nn.Module, args: Any) -> None:
     """A hook of the user's own, which a copy keeps."""
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, through_a_file])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, objects_through_a_file])
 def test_training_goes_on_with_a_copy_of_both(copied: Callable[[Any], Any]) -> None:
     twins = waiting()
     original, (twins.model, twins.ours) = (twins.model, twins.ours), copied((twins.model, twins.ours))
@@ -132,7 +121,7 @@ def test_the_optimizer_may_come_first(copied: Callable[[Any], Any]) -> None:
     twins.assert_same()
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, through_a_file])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, objects_through_a_file])
 def test_a_copy_of_the_optimizer_alone(copied: Callable[[Any], Any]) -> None:
     twins = waiting()
     optimizer = copied(twins.ours)

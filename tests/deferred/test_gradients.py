@@ -10,16 +10,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from rowstep import DeferredAdam, DeferredAdamW
-from tests.helpers.deferred_cases import (
-    Twins,
-    assert_same_parameter,
-    bag,
-    embedding,
-    optimizers,
-    reading,
-    step_caught_up,
-    zipf,
-)
+from tests.helpers.deferred_cases import Twins, assert_same_parameter, bag, embedding, optimizers, step_caught_up, zipf
 from tests.helpers.gradients import copy_of, entries_of, rows_of, sparse, step_with, table
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -62,26 +53,6 @@ def test_explicit_zeros_and_duplicates() -> None:
         step_caught_up(theirs, twin, grad)
     ours.flush()
     assert_same_parameter(ours, param, theirs, twin)
-
-
-def test_a_scaler_that_skips_steps() -> None:
-    twins = Twins(embedding())
-    scalers = {id(twins.ours): torch.amp.GradScaler("cpu"), id(twins.theirs): torch.amp.GradScaler("cpu")}
-    for scaler in scalers.values():
-        scaler.scale(torch.tensor(1.0))
-
-    def step(optimizer: Any) -> None:
-        scaler = scalers[id(optimizer)]
-        scaler.step(optimizer)
-        scaler.update()
-
-    for number in range(12):
-        twins.each(lambda model, optimizer: optimizer.zero_grad())
-        scale = scalers[id(twins.ours)].get_scale() * (float("inf") if number in (4, 7) else 1.0)
-        twins.backward(reading(zipf(40, 4)), scale)
-        twins.each(lambda model, optimizer: step(optimizer))
-    assert twins.ours.state[twins.model.weight]["step"] == 10
-    twins.assert_same()
 
 
 def test_dense_gradients_for_a_table_that_had_sparse_ones_and_back() -> None:

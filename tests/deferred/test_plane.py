@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rowstep import DeferredAdam
-from tests.helpers.deferred_cases import Twins, embedding, only_long, optimizers, step_caught_up
+from tests.helpers.deferred_cases import embedding, only_long, optimizers, step_caught_up
 from tests.helpers.gradients import copy_of, rows_of, same_bits, step_with
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -91,23 +91,6 @@ def test_what_is_not_finite_is_where_it_is_in_dense_adam(betas: tuple[float, flo
         for key in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(ours.state[param][key].isfinite(), theirs.state[twin][key].isfinite())
         assert (ours.state[param]["exp_avg_sq"][3] == torch.inf).all()
-
-
-def test_betas_that_change_in_the_middle_of_a_run() -> None:
-    """Also with a Tensor as lr, and where the run began late."""
-    twins = Twins(embedding(6, 2), lr=torch.tensor(0.01, dtype=torch.float64), weight_decay=0.1)
-    twins.look_up(*range(5))
-    for optimizer in (twins.ours, twins.theirs):
-        state = optimizer.state_dict()
-        state["state"][0]["step"] = torch.tensor(1e6)
-        optimizer.load_state_dict(state)
-    for betas in [(0.95, 0.95), (0.3, 0.1), (0.0, 1e-9), (0.9, 0.999), (0.5, 0.5)]:
-        twins.set(betas=betas)
-        twins.look_up(0, 1)
-        wait(twins.ours, twins.model.weight, 60)
-        wait(twins.theirs, twins.twin.weight, 60)
-        twins.look_up(1, 2)
-    twins.assert_same()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -168,36 +168,21 @@ def rows_with_a_largest_norm(run: Run) -> Iterator[Tensor]:
 
 
 @program
-def an_average_of_the_model(run: Run) -> Iterator[Tensor]:
+def averages_of_the_model(run: Run) -> Iterator[Tensor]:
+    """SWA, a moving average by lists, and one by hand, in turn: whichever reads the table first flushes it."""
     optimizer = run.make(run.table.parameters())
-    average: Any = AveragedModel(run.table)
-    for _ in range(STEPS):
+    mean: Any = AveragedModel(run.table)
+    moving: Any = AveragedModel(run.table, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
+    by_hand = copy.deepcopy(run.table)
+    for step in range(STEPS):
         run.train(run.table, optimizer)
-        average.update_parameters(run.table)
-        yield average.module.weight
-    update_bn([run.batch()], average)
-
-
-@program
-def a_moving_average_by_lists(run: Run) -> Iterator[Tensor]:
-    optimizer = run.make(run.table.parameters())
-    average: Any = AveragedModel(run.table, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # type: ignore[no-untyped-call]
-    for _ in range(STEPS):
-        run.train(run.table, optimizer)
-        average.update_parameters(run.table)
-    yield average.module.weight
-
-
-@program
-def a_moving_average_by_hand(run: Run) -> Iterator[Tensor]:
-    optimizer = run.make(run.table.parameters())
-    average = copy.deepcopy(run.table)
-    for _ in range(STEPS):
-        run.train(run.table, optimizer)
-        with torch.no_grad():
-            for mean, param in zip(average.parameters(), run.table.parameters(), strict=True):
-                mean.lerp_(param, 0.1)
-    yield average.weight
+        if step % 3 < 2:
+            (mean, moving)[step % 3].update_parameters(run.table)
+        else:
+            with torch.no_grad():
+                by_hand.weight.lerp_(run.table.weight, 0.1)
+        yield torch.stack([mean.module.weight, moving.module.weight, by_hand.weight])
+    update_bn([run.batch()], mean)
 
 
 @program

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -15,15 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from rowstep import StaleRowsError
-from tests.helpers.deferred_cases import (
-    BAR,
-    Twins,
-    distance,
-    embedding,
-    in_memory,
-    reading,
-    zipf,
-)
+from tests.helpers.copies import objects_through_a_file, pickled
+from tests.helpers.deferred_cases import BAR, Twins, distance, embedding, in_memory, reading, zipf
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -156,18 +147,7 @@ def test_a_table_that_is_parametrized_while_rows_wait(kind: type[nn.Module]) -> 
 # A module that holds its optimizer
 
 
-def pickled(thing: Any) -> Any:
-    return pickle.loads(pickle.dumps(thing))
-
-
-def through_a_file(thing: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(thing, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-WAYS = [copy.deepcopy, pickled, through_a_file]
+WAYS = [copy.deepcopy, pickled, objects_through_a_file]
 
 
 def assert_both_go_on(twins: Twins, model: Any, optimizer: Any) -> None:
@@ -210,17 +190,6 @@ def test_a_shallow_copy_reads_the_same_table() -> None:
     assert distance(other.weight, twins.twin.weight) <= BAR
     train(twins)
     twins.assert_same()
-
-
-def test_a_weight_that_is_replaced() -> None:
-    twins = waiting(embedding())
-    old = twins.model.weight
-    new = nn.Parameter(torch.randn(40, 3, dtype=torch.float64))
-    twins.model.weight = new
-    twins.model(torch.arange(40)).sum().backward()
-    assert torch.equal(twins.model.state_dict()["weight"], new)
-    twins.ours.flush()
-    assert distance(old, twins.twin.weight) <= BAR
 
 
 def test_weights_that_are_assigned() -> None:

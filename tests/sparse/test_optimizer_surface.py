@@ -83,18 +83,6 @@ def test_added_groups_take_the_defaults_and_start_their_own_count() -> None:
     assert [optimizer.state[param]["step"] for param in (first, second)] == [2, 1]
 
 
-def test_zero_grad_clears_gradients() -> None:
-    emb, weight = table(4, 2), table(2, 2)
-    optimizer = SparseAdam([emb, weight])
-    emb.grad, weight.grad = rows_of(emb, [1]), torch.ones(2, 2)
-    optimizer.zero_grad(set_to_none=False)
-    assert emb.grad is not None
-    assert emb.grad._nnz() == 0
-    assert not weight.grad.any()
-    optimizer.zero_grad()
-    assert emb.grad is weight.grad is None
-
-
 def test_step_returns_what_the_closure_returns(backend: str) -> None:
     param = table(4, 2)
     optimizer = SparseAdam([param])
@@ -154,13 +142,3 @@ class TestTensorLearningRate:
             step_with(optimizer, ours, grad)
             step_with(reference, theirs, grad)
             torch.testing.assert_close(ours, theirs, rtol=4 * 2**-23, atol=0)
-
-
-@pytest.mark.usefixtures("backend")
-def test_a_group_with_lr_zero_stands_still_while_its_moments_go_on() -> None:
-    param = table(4, 2)
-    before = param.detach().clone()
-    optimizer = SparseAdam([{"params": [param], "lr": 0.0}])
-    step_with(optimizer, param, rows_of(param, [1]))
-    assert same_bits(param, before)
-    assert optimizer.state[param]["exp_avg"][1].all()

@@ -66,28 +66,6 @@ def test_decoupled_weight_decay_shrinks_the_weights() -> None:
     assert not optimizer.state[param]["exp_avg"].any()
 
 
-@pytest.mark.parametrize("decoupled", [False, True])
-def test_weight_decay_leaves_the_rows_alone_that_were_not_touched(decoupled: bool) -> None:
-    param = table(6, 2, dtype=torch.float64)
-    before = param.detach().clone()
-    optimizer = SparseAdam([param], weight_decay=0.5, decoupled_weight_decay=decoupled)
-    step_with(optimizer, param, rows_of(param, [4, 1]))
-    touched = torch.tensor([1, 4])
-    untouched = torch.tensor([0, 2, 3, 5])
-    assert same_bits(param[untouched], before[untouched])
-    assert (param[touched] != before[touched]).all()
-
-
-def test_amsgrad_keeps_the_largest_second_moment() -> None:
-    param = Parameter(torch.zeros(2, 1, dtype=torch.float64))
-    optimizer = SparseAdam([param], amsgrad=True, betas=(0.9, 0.5))
-    step_with(optimizer, param, rows_of(param, [0], 4.0))
-    step_with(optimizer, param, rows_of(param, [0], 0.0))
-    state = optimizer.state[param]
-    assert state["exp_avg_sq"].flatten().tolist() == [4.0, 0.0]
-    assert state["max_exp_avg_sq"].flatten().tolist() == [8.0, 0.0]
-
-
 def test_a_row_first_seen_late_moves_by_lr_under_row_bias_correction() -> None:
     moved = {}
     for kind in ("global", "row"):
@@ -128,30 +106,3 @@ def test_a_dense_gradient_under_row_bias_correction_steps_as_under_adam() -> Non
     assert same_bits(ours, theirs)
     assert int(optimizer.state[ours]["step"]) == 4
     assert optimizer.state[ours]["row_step"].tolist() == [3, 4, 3, 3, 4, 3]
-
-
-def test_counts_of_rows_begin_with_the_history_that_the_moments_show() -> None:
-    param = table(4, 2)
-    adam = torch.optim.Adam([param])
-    dense = torch.ones(4, 2)
-    dense[3] = 0.0
-    for _ in range(2):
-        step_with(adam, param, dense)
-    optimizer = SparseAdam([param], bias_correction="row")
-    optimizer.load_state_dict(adam.state_dict())
-    step_with(optimizer, param, rows_of(param, [0, 3]))
-    assert optimizer.state[param]["row_step"].tolist() == [3, 2, 2, 1]
-
-
-def test_options_of_a_group_hold_for_that_group_only() -> None:
-    plain, decayed = table(4, 2, dtype=torch.float64), table(4, 2, dtype=torch.float64)
-    alone = copy_of(plain), copy_of(decayed)
-    groups: list[dict[str, Any]] = [{"params": [plain]}, {"params": [decayed], "weight_decay": 0.5, "maximize": True}]
-    optimizer = SparseAdam(groups)
-    for param, twin in zip((plain, decayed), alone, strict=True):
-        param.grad = twin.grad = rows_of(param, [1, 2])
-    optimizer.step()
-    SparseAdam([alone[0]]).step()
-    SparseAdam([alone[1]], weight_decay=0.5, maximize=True).step()
-    assert same_bits(plain, alone[0])
-    assert same_bits(decayed, alone[1])

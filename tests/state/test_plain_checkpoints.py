@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
 import rowstep
 from rowstep import distributed
+from tests.helpers.copies import through_a_file
 from tests.helpers.deferred_cases import LONG
 from tests.helpers.gradients import rows_of, same_bits, step_with, table
 
@@ -81,10 +76,7 @@ Run = tuple[Model, Any]
 
 
 def torch_save(old: Run, new: Run, path: Path) -> None:
-    file = io.BytesIO()
-    torch.save([part.state_dict() for part in old], file)
-    file.seek(0)
-    for part, state in zip(new, torch.load(file, weights_only=True), strict=True):
+    for part, state in zip(new, through_a_file([part.state_dict() for part in old]), strict=True):
         part.load_state_dict(state)
 
 
@@ -247,13 +239,6 @@ def test_counts_that_a_checkpoint_lacks_begin_with_the_history_of_the_moments(
     counts = seen.to(torch.int64) * 5
     counts[[0, 22]] += 1
     assert same_bits(new[1].state[new[0].words.weight]["row_step"], counts)
-
-
-def test_torchs_own_load_says_which_counts_a_checkpoint_lacks(tmp_path: Path) -> None:
-    old, new = started("global"), started("row, force_sparse", seed=1)
-    train(*old, range(5))
-    with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: o\.state\.0\.row_step"):
-        dcp_objects(old, new, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
@@ -23,20 +21,6 @@ def test_dense_gradients_step_as_torchs_and_count_nothing() -> None:
         step_with(adam, theirs, grad)
     assert same_bits(ours, theirs)
     assert "row_step" not in optimizer.state[ours]
-
-
-def test_a_dense_gradient_of_a_counted_table_steps_as_torchs() -> None:
-    ours = table(8, 3)
-    optimizer = SparseAdam([ours], bias_correction="row")
-    for ids in ([1, 3], [3, 5]):
-        step_with(optimizer, ours, rows_of(ours, ids))
-    theirs = copy_of(ours)
-    adam = torch.optim.Adam([theirs], fused=True)
-    adam.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    grad = torch.randn(8, 3)
-    step_with(optimizer, ours, grad)
-    step_with(adam, theirs, grad)
-    assert same_bits(ours, theirs)
 
 
 @pytest.mark.parametrize("before", [0, 3])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_saver
 
 from rowstep import DeferredAdam, SparseAdam, distributed
+from tests.helpers.copies import pickled, through_a_file
 from tests.helpers.gradients import Snapshot, rows_of
 
 
@@ -68,15 +67,12 @@ def assert_same(one: Any, other: Any) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_a_state_loads_into_itself_bit_for_bit_and_goes_on(kind: Any, name: str) -> None:
     model, optimizer = made(kind, name)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
+    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     loaded_model, loaded = made(kind, name, steps=0)
     loaded_model.load_state_dict(saved["model"])
     loaded.load_state_dict(saved["optimizer"])
     assert_same(optimizer, loaded)
-    copies = [(loaded_model, loaded), pickle.loads(pickle.dumps((model, optimizer))), copy.deepcopy((model, optimizer))]
+    copies = [(loaded_model, loaded), pickled((model, optimizer)), copy.deepcopy((model, optimizer))]
     train(model, optimizer, range(6, 10))
     for copied, its_optimizer in copies:
         train(copied, its_optimizer, range(6, 10))

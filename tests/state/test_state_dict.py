@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from rowstep import SparseAdam
+from tests.helpers.copies import objects_through_a_file, pickled, through_a_file
 from tests.helpers.gradients import copy_of, ids_at_most_twice, rows_of, same_bits, step_with, table
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -30,14 +30,6 @@ def run(optimizer: Optimizer, param: Tensor, steps: range, *, dense: bool = Fals
 def handed_over(first: Optimizer, second: Optimizer) -> None:
     """Load the first optimizer's state into the second, through a file as a user would."""
     second.load_state_dict(through_a_file(first.state_dict()))
-
-
-def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state_dict, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
 
 
 @pytest.mark.parametrize("to_ours", [True, False])
@@ -77,21 +69,6 @@ def test_adam_hands_over_in_the_middle_of_a_run(to_ours: bool, fused: bool, opti
     torch.testing.assert_close(param, whole, rtol=1e-5, atol=1e-6)
 
 
-def test_adam_steps_go_on_with_sparse_gradients() -> None:
-    param, twin = table(10, 4), table(10, 4)
-    twin.data.copy_(param.data)
-    adam, ours, reference = torch.optim.Adam([param]), SparseAdam([param]), torch.optim.SparseAdam([twin])
-    run(adam, param, range(3), dense=True)
-    handed_over(adam, ours)
-    state = adam.state[param]
-    reference.state[twin] = {key: state[key].clone() for key in ("exp_avg", "exp_avg_sq")} | {"step": 3}
-    twin.data.copy_(param.data)
-    run(ours, param, range(3, 6))
-    run(reference, twin, range(3, 6))
-    assert ours.state[param]["step"] == 6
-    torch.testing.assert_close(param, twin, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("step", [3, 3.0, torch.tensor(3), torch.tensor([3.0])], ids=repr)
 @pytest.mark.parametrize("dense", [False, True])
 def test_a_loaded_step_may_be_any_number(step: float | Tensor, dense: bool) -> None:
@@ -109,51 +86,25 @@ def test_a_loaded_step_may_be_any_number(step: float | Tensor, dense: bool) -> N
     torch.testing.assert_close(param, whole, rtol=1e-6, atol=1e-6)
 
 
-def test_a_loaded_group_may_lack_keys() -> None:
-    param, whole = table(10, 4), table(10, 4)
-    whole.data.copy_(param.data)
-    first, reference = SparseAdam([param]), SparseAdam([whole])
-    run(first, param, range(3))
-    saved = first.state_dict()
-    for key in set(saved["param_groups"][0]) - {"params", "lr", "betas", "eps"}:
-        del saved["param_groups"][0][key]
-    second = SparseAdam([param])
-    expected = dict(second.defaults)
-    second.load_state_dict(saved)
-    assert {key: second.param_groups[0][key] for key in expected} == expected
-    run(second, param, range(3, 6))
-    run(reference, whole, range(6))
-    assert same_bits(param, whole)
-
-
 OURS: dict[str, Any] = {
-    "weight_decay": 0.1,
-    "amsgrad": True,
-    "bias_correction": "row",
-    "nonfinite": "skip",
-    "maximize": True,
-}
+    "weight_decay": 0.1, "amsgrad": True, "bias_correction": "row", "nonfinite": "skip", "maximize": True,
+}  # fmt: skip
+
+
+def loaded_into_another(optimizer: SparseAdam) -> SparseAdam:
+    second = SparseAdam([copy_of(optimizer.param_groups[0]["params"][0])])
+    handed_over(optimizer, second)
+    return second
 
 
 @pytest.mark.parametrize("options", [{}, OURS], ids=["plain", "all"])
-@pytest.mark.parametrize("way", ["state_dict", "pickle", "deepcopy", "torch.save"])
-def test_a_run_goes_on_after_every_way_of_copying(way: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("way", [loaded_into_another, pickled, copy.deepcopy, objects_through_a_file])
+def test_a_run_goes_on_after_every_way_of_copying(way: Callable[[Any], Any], options: dict[str, Any]) -> None:
     param, whole = table(10, 4), table(10, 4)
     whole.data.copy_(param.data)
     first, reference = SparseAdam([param], **options), SparseAdam([whole], **options)
     run(first, param, range(4))
-    if way == "state_dict":
-        second = SparseAdam([copy_of(param)])
-        second.load_state_dict(through_a_file(first.state_dict()))
-    elif way == "pickle":
-        second = pickle.loads(pickle.dumps(first))
-    elif way == "deepcopy":
-        second = copy.deepcopy(first)
-    else:
-        file = io.BytesIO()
-        torch.save(first, file)
-        file.seek(0)
-        second = torch.load(file, weights_only=False)
+    second = way(first)
     (twin,) = second.param_groups[0]["params"]
     before = param.detach().clone()
     run(second, twin, range(4, 8))
@@ -164,34 +115,6 @@ def test_a_run_goes_on_after_every_way_of_copying(way: str, options: dict[str, A
     assert first.state[param]["step"] == 4
     second.add_param_group({"params": [table(2, 2)]})
     assert len(second.param_groups) == 2
-
-
-@pytest.mark.parametrize("way", ["pickle", "deepcopy"])
-def test_copies_keep_the_count_of_skipped_rows(way: str) -> None:
-    param = table(4, 2)
-    optimizer = SparseAdam([param], nonfinite="skip")
-    step_with(optimizer, param, rows_of(param, [1, 2], torch.nan))
-    twin = copy.deepcopy(optimizer) if way == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
-    assert twin.skipped_rows == 2
-
-
-def test_amsgrad_begins_with_a_loaded_state() -> None:
-    param = table(3, 2)
-    first = torch.optim.SparseAdam([param])
-    step_with(first, param, rows_of(param, [1]))
-    second = SparseAdam([param], amsgrad=True)
-    handed_over(first, second)
-    step_with(second, param, rows_of(param, [1]))
-    state = second.state[param]
-    assert same_bits(state["max_exp_avg_sq"], state["exp_avg_sq"])
-
-
-def test_a_state_dict_without_steps_loads() -> None:
-    param = table(6, 2)
-    optimizer = SparseAdam([param])
-    handed_over(SparseAdam([copy_of(param)], lr=0.5), optimizer)
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    assert not optimizer.state
 
 
 def test_tables_and_states_in_shared_memory() -> None:
@@ -216,7 +139,7 @@ def test_large_moments_can_be_shared_copied_and_saved() -> None:
     step_with(optimizer, param, rows_of(param, [2**20 - 1], 1.0))
     moment = optimizer.state[param]["exp_avg"]
     assert moment.nonzero()[:, 0].unique().tolist() == [2**20 - 1]
-    for twin in (copy.deepcopy(moment), pickle.loads(pickle.dumps(moment)), through_a_file({"m": moment})["m"]):
+    for twin in (copy.deepcopy(moment), pickled(moment), through_a_file({"m": moment})["m"]):
         assert same_bits(twin, moment)
     moment.share_memory_()
     step_with(optimizer, param, rows_of(param, [0], 1.0))

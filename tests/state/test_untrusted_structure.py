@@ -20,10 +20,6 @@ STRUCTURES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda saved: saved["state"].update({0: []}),
         "expected a dict with one dict per parameter",
     ),
-    "a state that is None": (
-        lambda saved: saved["state"].update({0: None}),
-        "expected a dict with one dict per parameter",
-    ),
     "a group that is None": (lambda saved: saved.update(param_groups=[None]), "expected a list of dicts"),
     "groups in a dict": (lambda saved: saved.update(param_groups={}), "'param_groups' is a dict; expected a list"),
     "no params": (lambda saved: saved["param_groups"][0].pop("params"), "has params None; expected a list of"),
@@ -34,10 +30,6 @@ STRUCTURES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "one number for two": (
         lambda saved: saved["param_groups"][0].update(params=[0, 1, 0]),
         "list parameter 0 twice; expected a different number for each",
-    ),
-    "names that are none": (
-        lambda saved: saved["param_groups"][0].update(param_names=None),
-        "expected one name per parameter",
     ),
     "too few names": (
         lambda saved: saved["param_groups"][0].update(param_names=["a"]),
