@@ -1,4 +1,4 @@
-"""Gradients as they come: accumulated, empty, missing, dense, over other dimensions, scaled, and in any rhythm."""
+"""Gradients as they come: accumulated, empty, missing, dense, over other dimensions, and in any rhythm."""
 
 from __future__ import annotations
 
