@@ -15,13 +15,14 @@ from ._rules.adam import Kept
 from ._state import State, compute_dtype, ensure_moments, has_moments, misplaced, slots_in, zeros_like
 
 
-def refuse_row_moment(state: State, second_moment: str) -> None:
-    """Raise if there is one second moment per row where one per element is to be kept."""
-    if second_moment == "element" and "exp_avg_sq_row" in state:
-        raise ValueError(
-            "its state has 'exp_avg_sq_row', a second moment per row; expected 'exp_avg_sq', because second_moment is "
-            "'element'. Create the optimizer with second_moment='row', or clear the state to start over"
-        )
+def row_moment_flaw(state: State, second_moment: str) -> str | None:
+    """Why there cannot be one second moment per row where one per element is to be kept, or None."""
+    if second_moment == "row" or "exp_avg_sq_row" not in state:
+        return None
+    return (
+        "its state has 'exp_avg_sq_row', a second moment per row; expected 'exp_avg_sq', because second_moment is "
+        "'element'. Create the optimizer with second_moment='row', or clear the state to start over"
+    )
 
 
 def convert(state: State, param: Tensor, kept: Kept, lead: tuple[int, ...]) -> list[str]:

@@ -20,7 +20,7 @@ from torch.optim.optimizer import ParamsT, StateDict
 
 from . import _backends, _dense, _part, _rows
 from ._backends import Backend, Batch, Outcome, RowUpdate
-from ._convert import convert, refuse_row_moment
+from ._convert import convert, row_moment_flaw
 from ._loading import (
     check_slots,
     check_states,
@@ -148,7 +148,8 @@ class RowOptimizer(Optimizer):
                 continue
             try:
                 state = self.state.get(param, {})
-                refuse_row_moment(state, group["second_moment"])
+                if reason := row_moment_flaw(state, group["second_moment"]):
+                    raise ValueError(reason)
                 self._plan_parameter(plan, param, checked_gradient(param, grad), state, steps_taken(state), backend)
             except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as flaw:
                 raise type(flaw)(f"{parameter_name(group, group_index, index)}: {flaw}") from flaw
@@ -422,10 +423,11 @@ class RowOptimizer(Optimizer):
                 where = f" in group {index} of the loaded state"
                 check_learning_rate((own | new)["lr"], zero_allowed=True, where=where)
                 self._check_group(own | new, where)
-                states = [given["state"].get(number, {}) for number in new["params"]]
-                check_slots(own, new, states, where)
-                for state in states:
-                    refuse_row_moment(state, (own | new)["second_moment"])
+                states = {number: given["state"].get(number, {}) for number in new["params"]}
+                check_slots(own, new, list(states.values()), where)
+                for number, state in states.items():
+                    if reason := row_moment_flaw(state, (own | new)["second_moment"]):
+                        raise ValueError(f"the loaded state of parameter {number}: {reason}")
             return given
 
         def complete(optimizer: Optimizer) -> None:

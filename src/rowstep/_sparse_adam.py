@@ -198,13 +198,23 @@ class SparseAdam(RowOptimizer):
         return count
 
     def _step_dense(self, steps: list[DenseStep], group: Group, backend: Backend) -> None:
-        states = [self.state[step.param] for step in steps] if group["bias_correction"] == "row" else []
-        for step, state in zip(steps, states, strict=False):
+        step_all = super()._step_dense
+        if group["bias_correction"] != "row":
+            step_all(steps, group, backend)
+            return
+        counts = []
+        for step in steps:
+            state = self.state[step.param]
             ensure_moments(state, step.param, kept_under(group, in_a_table=False))
             ensure_row_steps(state, tuple(step.param.shape[:1]))
-        super()._step_dense(steps, group, backend)
-        for state in states:
-            state["row_step"] += 1
+            counts.append((state, int(state["step"]), state["row_step"] + 1))
+
+        def count() -> None:
+            for state, before, after in counts:
+                if int(state["step"]) > before:
+                    state["row_step"].copy_(after)
+
+        self._and_finish(lambda: step_all(steps, group, backend), count)
 
     def allocate_state(self) -> None:
         """Allocate the state of every parameter now instead of at its first step, so that checkpoints can load into it.
