@@ -8,7 +8,7 @@ CLIENTS := .venv-clients
 DOCS := .venv-docs
 
 # Other CPUs, as far as this one can stand for them: torch's kernels without vector instructions and with AVX2 only,
-# ours without fused multiply-add and without conversions of float16; and more threads than most machines have cores.
+# ours without fused multiply-add; and more threads than most machines have cores.
 CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 NUMBA_CPU_NAME=generic ROWSTEP_TEST_THREADS=4
 ARITHMETIC := $(addprefix tests/,$(addsuffix .py,$(addprefix sparse/test_,same_as_torch options dtypes nonfinite) \
 	$(addprefix deferred/test_,options dtypes backends) kernels/test_backends clip/test_clip arrays/test_arrays \

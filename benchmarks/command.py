@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks import pages
 from benchmarks.contenders import DisagreementError
 from benchmarks.deferred import DeferredSuite
 from benchmarks.distributed import DistributedSuite
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else list(argv)
     arguments = _parser().parse_args(given, argparse.Namespace(given=given))
     try:
-        console, figure = extras.console(), extras.figure(10, 7)
+        console, figure = extras.console(), pages.figure(10, 7)
     except extras.MissingExtraError as error:
         return _fail(1, str(error))
     kind = SUITES[arguments.suite]

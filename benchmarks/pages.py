@@ -10,7 +10,10 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _PLACE = re.compile(r"(<!-- table: (?P<name>\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
@@ -33,3 +36,10 @@ def write(page: Path, document: Mapping[str, Any], tables: Mapping[str, str]) ->
         raise PageError("the run is a quick one, whose figures mean nothing: measure again")
     page.write_text(fill(page.read_text(), tables))
     page.with_suffix(".json").write_text(json.dumps(document, separators=(",", ":")) + "\n")
+
+
+def figure(width: float, height: float) -> Figure:
+    """A figure outside pyplot: no display is needed, and no global state is left behind."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=144, layout="constrained")

@@ -18,7 +18,6 @@ from benchmarks import pages
 from benchmarks.peers import plot, report
 from benchmarks.peers.curves import LABELS, ROWS
 from benchmarks.timing import Measurement
-from rowstep.cli import extras
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     measurements = [Measurement.from_json(measured) for measured in document["measurements"]]
     for name, size, kinds, draw_on in PICTURES:
-        figure = extras.figure(*size)
+        figure = pages.figure(*size)
         draw_on(figure, [measured for measured in measurements if measured.kind in kinds])
         figure.savefig(given.page.with_name(name))
     return 0

@@ -161,10 +161,6 @@ def second_moment(state: State) -> Tensor:
     return second
 
 
-def has_second_moment(state: State) -> bool:
-    return "exp_avg_sq_row" in state or "exp_avg_sq" in state
-
-
 def row_slots(state: State) -> list[str]:
     """The names of what this state holds for each row of its parameter."""
     return [name for name in BY_ROW if isinstance(slot := state.get(name), Tensor) and slot.dim()]

@@ -17,7 +17,6 @@ from typing import Any
 from benchmarks import pages
 from benchmarks.quality.lazy import plot
 from benchmarks.quality.lazy.findings import Finding, grids
-from rowstep.cli import extras
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, pages.PageError) as error:
         print(f"page: {error}", file=sys.stderr)
         return 1
-    figure = extras.figure(10, 7)
+    figure = pages.figure(10, 7)
     plot.draw(figure, _findings(document))
     figure.savefig(given.page.with_suffix(".png"))
     return 0

@@ -1,4 +1,4 @@
-"""What the commands share with the benchmarks. rich and matplotlib are imported at use: `--help` works without them."""
+"""What the commands share with the benchmarks. rich is imported at use: `--help` works without it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from rich.console import Console
 
 
@@ -28,15 +27,6 @@ def console() -> Console:
     screen = Console()
     # Without a terminal rich takes 80 columns for granted, and tables in log files would wrap.
     return screen if screen.is_terminal else Console(width=150)
-
-
-def figure(width: float, height: float) -> Figure:
-    """A figure outside pyplot: no display is needed, and no global state is left behind."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtraError("matplotlib") from None
-    return Figure(figsize=(width, height), dpi=144, layout="constrained")
 
 
 def positive(text: str) -> int:
