@@ -61,7 +61,7 @@ class SparseAdam(RowOptimizer):
         state_dtype: the dtype of what tables keep per weight; by default the parameter's. 16 bits are rounded up or
             down at random, so that small changes are not lost. What is kept per row is at least float32.
         stochastic_rounding: round weights of 16 bits at random as well.
-        seed: of random rounding. The same seed gives the same numbers, for any number of threads or ranks.
+        seed: seed for stochastic rounding. The same seed gives the same numbers, for any number of threads.
         foreach: how torch steps parameters with dense gradients.
         fused: likewise; by default fused where that is safe.
         capturable: refused if True.

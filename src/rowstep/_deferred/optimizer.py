@@ -76,7 +76,7 @@ class DeferredAdam(RowOptimizer):
         state_dtype: the dtype of what tables keep per weight; by default the parameter's. 16 bits are rounded up or
             down at random, so that small changes are not lost. What is kept per row is at least float32.
         stochastic_rounding: round weights of 16 bits at random as well.
-        seed: of random rounding. The same seed gives the same numbers, for any number of threads or ranks.
+        seed: seed for stochastic rounding. The same seed gives the same numbers, for any number of threads.
 
     Examples:
         >>> import torch
@@ -445,7 +445,7 @@ class DeferredAdamW(DeferredAdam):
         second_moment: ``"element"`` or ``"row"``.
         state_dtype: the dtype of what tables keep per weight.
         stochastic_rounding: round weights of 16 bits at random.
-        seed: of random rounding.
+        seed: seed for stochastic rounding.
 
     Examples:
         >>> import torch

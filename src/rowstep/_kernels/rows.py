@@ -4,9 +4,9 @@
     sum                       the occurrences of a row, in order of occurrence, in a buffer that stays in the cache
     step                      the rule, with p, m and v of the row read and written once
 
-It is flat because nesting costs: twenty compiled functions took twice as long to compile, and twice as long for a small
-table. A *kind* says which types and options a kernel is made for. What is off in it is None, a constant of the kernel,
-and leaves no code.
+It is flat because nesting costs: twenty compiled functions took 1.6 times as long to compile, and four times as long
+for a small table (both on a busy machine). A *kind* says which types and options a kernel is made for. What is off in
+it is None, a constant of the kernel, and leaves no code.
 
 A launch takes *jobs*, records of ``JOB_WORDS`` 64-bit words that say where a gradient, its table and its state are.
 Threads share a launch by rows (``share``): work is cut between two rows. No row is in two pieces, so the result has the
