@@ -8,6 +8,7 @@ import pickle
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -242,3 +243,24 @@ def test_the_sources_are_all_that_kernels_are_made_of() -> None:
     } | {package / "_rules" / "adam.py", package / "_rules" / "rounding.py"}
     called_from_python_only = {package / "_fork.py"}
     assert set(cache.SOURCES) == inside | outside - called_from_python_only
+
+
+def test_an_interrupt_waits_until_a_kernel_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLVM takes a module over in a call after which Python must not be interrupted."""
+
+    def plus_one(number: int) -> int:
+        return number + 1
+
+    load = cache.KernelCache.load_overload
+
+    def interrupted(self: Any, *args: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return load(self, *args)
+
+    monkeypatch.setattr(cache.KernelCache, "load_overload", interrupted)
+    kernel, handler = cache.kernel(plus_one), signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        kernel(1)
+    assert kernel.overloads  # it was compiled to its end
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert kernel(1) == 2

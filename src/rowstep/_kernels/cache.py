@@ -15,9 +15,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import signal
 import sys
+import threading
 import uuid
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,7 +65,26 @@ def kernel(function: Any) -> Any:
     """Compile this function for what Python calls it with, at its first call, and keep the result on disk."""
     dispatcher = njit(**SEMANTICS)(function)
     internals.set_cache(dispatcher, KernelCache(function))
+    internals.compile_within(dispatcher, _without_interrupts)
     return dispatcher
+
+
+@contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Hold Ctrl-C back. In the middle of a compilation, Python would free a module that LLVM has freed already."""
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGINT) if is_main else None
+    if not callable(handler):  # another thread's, ignored, or not Python's
+        yield
+        return
+    struck: list[Any] = []
+    signal.signal(signal.SIGINT, lambda number, frame: struck.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if struck:
+            handler(signal.SIGINT, struck[-1])
 
 
 def directories() -> list[Path]:

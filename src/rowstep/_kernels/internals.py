@@ -6,6 +6,7 @@ what                                        for what                        if i
 ``call_internal_no_propagate``              of the thread pool
 ``_launch_threads``, the symbol             threads without ``prange``      ``pool_address`` is None, and ``prange``
 ``numba_parallel_for``                                                      takes its place (see pool.py)
+``Dispatcher.compile``, called by others    no Ctrl-C while it compiles     Ctrl-C there may crash the process
 ``Dispatcher._cache``, ``CompileResult``'s  kernels on disk                 each process compiles its kernels
 ``_reduce`` and ``_rebuild``, ``magic_tuple``,
 ``serialize.dumps``, ``user_cache_dir``
@@ -136,6 +137,17 @@ def compiled_for(typing_context: Any, kernel: Any, argument_types: tuple[Any, ..
 def set_cache(dispatcher: Any, cache: Any) -> None:
     """Let a dispatcher ask this cache before it compiles: ``load_overload``, ``save_overload``, ``flush``."""
     dispatcher._cache = cache
+
+
+def compile_within(dispatcher: Any, context: Any) -> None:
+    """Let a dispatcher compile only within this context."""
+    compile_it = dispatcher.compile
+
+    def compile_within_context(signature: Any) -> Any:
+        with context():
+            return compile_it(signature)
+
+    dispatcher.compile = compile_within_context
 
 
 def processor(codegen: Any) -> Any:
