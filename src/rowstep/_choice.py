@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from importlib import import_module
 from typing import Any
 
 # For the sake of its import: from now on it sees every fork.
 from . import _fork as _fork
+from ._warnings import warn
 
 
-def choose(name: str, compiled: str, reference: str, *, stacklevel: int) -> Any:
-    """One of two modules, by the value of ROWSTEP_BACKEND; the compiled one is imported only if it is chosen.
-
-    ``stacklevel`` leads from the caller of this function to the line that the warning is about.
-    """
+def choose(name: str, compiled: str, reference: str) -> Any:
+    """One of two modules, by the value of ROWSTEP_BACKEND; the compiled one is imported only if it is chosen."""
     if name not in ("", "numba", "reference"):
         raise ValueError(f"ROWSTEP_BACKEND is {name!r}; expected 'numba' or 'reference'")
     if name == "reference":
@@ -31,9 +28,5 @@ def choose(name: str, compiled: str, reference: str, *, stacklevel: int) -> Any:
         if name == "numba":
             raise
         reason = f"Numba could not be imported: {error}"
-    warnings.warn(
-        f"rowstep is using its slow reference implementation, because {reason}",
-        RuntimeWarning,
-        stacklevel=stacklevel + 1,
-    )
+    warn(f"rowstep is using its slow reference implementation, because {reason}", RuntimeWarning)
     return import_module(reference)

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from . import _backends
-from ._gradient import RowGradient, row_gradient
+from ._gradient import RowGradient, outside_message, row_gradient
 from ._part import Peers, identities, part_of
-from ._plan import refuse_outside
 from ._scale import like_sparse, replace, scaled
 from ._state import compute_dtype
-from ._torch_internals import entries_of
+from ._torch_internals import indices_of, values_of
 
 
 @torch.no_grad()
@@ -130,8 +129,8 @@ def _split(parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
 def _clamped_sums(grad: Tensor, clip_value: float) -> Tensor:
     """The gradient with duplicates combined, in the dtype a step would sum them in, and then clamped."""
-    _checked(grad, _backends.chosen())  # coalesce trusts the indices
-    indices, values = entries_of(grad)
+    _checked(grad)  # coalesce trusts the indices
+    indices, values = indices_of(grad), values_of(grad)
     # What claims to be coalesced may still hold duplicates.
     summed = like_sparse(grad, indices, values.to(compute_dtype(grad.dtype)), coalesced=False).coalesce()
     clamped = summed.values().clamp(-clip_value, clip_value).to(grad.dtype)
@@ -175,8 +174,7 @@ def _total_norm(parameters: list[Tensor], norm_type: float, foreach: bool | None
     dense = [param.grad for param in with_dense if param.grad is not None]
     if not sparse:
         return torch.nn.utils.get_total_norm(dense, norm_type, foreach=foreach)
-    backend = _backends.chosen()
-    norms = [backend.norm(_checked(grad, backend), norm_type) for grad in sparse]
+    norms = [_norm(_checked(grad), norm_type) for grad in sparse]
     # Of order 0 the norm counts tensors that are not 0, so they may not be put together by twos or threes.
     parts = [[grad] for grad in dense] if norm_type == 0 else [dense] if dense else []
     norms += [float(torch.nn.utils.get_total_norm(part, norm_type, foreach=foreach)) for part in parts]
@@ -184,7 +182,17 @@ def _total_norm(parameters: list[Tensor], norm_type: float, foreach: bool | None
     return total.to((*dense, *sparse)[0].device, compute_dtype(*(grad.dtype for grad in (*dense, *sparse))))
 
 
-def _checked(grad: Tensor, backend: _backends.Backend) -> RowGradient:
+def _norm(gradient: RowGradient, power: float) -> float:
+    # Of a power that is not above 0, the rows that the gradient does not name count as well.
+    implementation = _backends.for_gradient(gradient) if power > 0 else _backends.reference
+    norm: float = implementation.norm(gradient, power)
+    return norm
+
+
+def _checked(grad: Tensor) -> RowGradient:
     gradient = row_gradient(grad, grad.shape)
-    refuse_outside(gradient, backend)
+    gradient.check_memory()
+    outside = _backends.for_gradient(gradient).first_outside(gradient)
+    if outside is not None:
+        raise IndexError(outside_message(outside, gradient.row_count))
     return gradient

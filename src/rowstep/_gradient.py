@@ -15,35 +15,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ._state import compute_dtype
-from ._torch_internals import entries_of
+from ._memory import has_memory, lost_memory
+from ._state import FLOATS, FLOATS_IN_WORDS, compute_dtype
+from ._torch_internals import has_no_memory, indices_of, values_of
 
 
-@dataclass(slots=True)
 class RowGradient:
-    """``values[i]`` is a gradient for row ``rows[i]`` of a table of ``lead`` rows, in order of occurrence."""
+    """For each of ``count`` row numbers a row of values, in order of occurrence, over a table of ``lead`` rows."""
 
-    rows: Tensor
-    """int64, (nnz,), contiguous; numbers of rows flattened over ``lead``, not yet checked against ``row_count``."""
-    values: Tensor
-    """floating, (nnz, columns)."""
-    lead: tuple[int, ...]
-    """The leading dimensions of the parameter that a row number runs over; empty where one row is the whole of it."""
-    row_count: int
-    columns: int
-    at: tuple[int, ...] | None = None
-    """What a kernel is told of it, once the gate has looked; None if kernels cannot take both by address."""
-    is_admitted: bool = False
+    __slots__ = ("columns", "count", "indices", "lead", "row_count", "values")
+
+    def __init__(self, indices: Tensor, values: Tensor, lead: tuple[int, ...], row_count: int, columns: int) -> None:
+        self.indices, self.count = indices, indices.numel()
+        """int64, contiguous; numbers of rows flattened over ``lead``, not yet checked against ``row_count``."""
+        self.values = values
+        """floating, (count, columns)."""
+        self.lead, self.row_count, self.columns = lead, row_count, columns
+        """The leading dimensions of the parameter that a row number runs over; empty where one row is the whole."""
+
+    def check_memory(self) -> None:
+        """Raise if the gradient has less memory than it says."""
+        if self.values.is_cpu and not (has_memory(self.values) and has_memory(self.indices)):
+            raise ValueError(lost_memory("the gradient's values or row numbers", self.values))
+
+    @property
+    def rows(self) -> Tensor:
+        """The row numbers, in one dimension."""
+        return self.indices.view(-1)
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to update: no entries, or entries without a single number."""
-        return self.values.numel() == 0
+        return not self.count or not self.columns
 
 
 def outside_message(index: int, size: int, dimension: int = 0) -> str:
@@ -52,19 +59,18 @@ def outside_message(index: int, size: int, dimension: int = 0) -> str:
 
 def row_gradient(grad: Tensor, shape: torch.Size) -> RowGradient:
     """The rows of a sparse COO gradient for a parameter of this shape."""
-    indices, values = entries_of(grad)
-    sparse_dim, nnz = indices.shape
+    indices, values = indices_of(grad), values_of(grad)
+    sparse_dim = indices.shape[0]
     # An embedding's is by far the most frequent: this way takes a few microseconds less.
     if sparse_dim == 1 and values.dim() == 2 and indices.is_contiguous():
-        return RowGradient(indices.view(-1), values, (shape[0],), shape[0], shape[1])
+        return RowGradient(indices, values, (shape[0],), *shape)
     if sparse_dim == 1:
         rows = indices[0]
     elif sparse_dim == 0:
-        rows = indices.new_zeros(nnz)
+        rows = indices.new_zeros(len(values))
     else:
         rows = _flatten_indices(indices, shape[:sparse_dim])
-    columns = math.prod(shape[sparse_dim:])
-    return _over(rows, values.reshape(nnz, columns), shape[:sparse_dim])
+    return _over(rows, values.reshape(len(values), math.prod(shape[sparse_dim:])), shape[:sparse_dim])
 
 
 def _over(rows: Tensor, values: Tensor, lead: Sequence[int]) -> RowGradient:
@@ -102,8 +108,8 @@ def rows_of_first_dimension(grad: Tensor, *dtypes: torch.dtype) -> RowGradient:
         return row_gradient(grad, shape)
     grad = grad.to(compute_dtype(grad.dtype, *dtypes))
     if sparse_dim == 0:
-        return all_rows(grad.to_dense(), tuple(shape[:1]))
-    _flatten_indices(entries_of(grad)[0], shape[:sparse_dim])  # for its check: coalesce trusts the indices
+        return all_rows(grad.to_dense())
+    _flatten_indices(indices_of(grad), shape[:sparse_dim])  # for its check: coalesce trusts the indices
     grad = grad.coalesce()
     rows, position = torch.unique(grad.indices()[0], return_inverse=True)
     values = grad.values().new_zeros(len(rows), *shape[1:])
@@ -111,12 +117,44 @@ def rows_of_first_dimension(grad: Tensor, *dtypes: torch.dtype) -> RowGradient:
     return _over(rows, values.reshape(len(rows), math.prod(shape[1:])), shape[:1])
 
 
-def all_rows(grad: Tensor, lead: tuple[int, ...]) -> RowGradient:
-    """Every row of a dense gradient, over a table whose rows run over ``lead``."""
-    values = grad.reshape(math.prod(lead), math.prod(grad.shape[len(lead) :]))
-    return _over(torch.arange(len(values), device=grad.device), values, lead)
+def all_rows(grad: Tensor) -> RowGradient:
+    """Every row of a dense gradient."""
+    values = by_first_dimension(grad)
+    return _over(torch.arange(len(values), device=grad.device), values, grad.shape[:1])
 
 
 def by_first_dimension(dense: Tensor) -> Tensor:
     """A dense tensor as a table of rows along its first dimension; a 0-dim tensor is one row of one column."""
     return dense.reshape(math.prod(dense.shape[:1]), math.prod(dense.shape[1:]))
+
+
+def check_gradient(param: Tensor) -> Tensor:
+    """The gradient of a parameter; raise if it does not fit.
+
+    One that torch represents lazily (negated, or zeros without memory) is written out: its fused Adam takes neither.
+    """
+    grad, dtype = param.grad, param.dtype
+    assert grad is not None
+    if not grad.is_sparse:
+        grad = _written_out(grad)
+    if dtype not in FLOATS:
+        raise TypeError(f"the parameter has dtype {dtype}; expected {FLOATS_IN_WORDS}")
+    if grad.shape != param.shape:
+        raise ValueError(
+            f"the gradient has shape {tuple(grad.shape)}; expected {tuple(param.shape)}, the parameter's shape"
+        )
+    if grad.dtype is not dtype and grad.dtype not in FLOATS:
+        raise TypeError(f"the gradient has dtype {grad.dtype}; expected {FLOATS_IN_WORDS}")
+    if not (grad.is_cpu and param.is_cpu) and grad.device != param.device:
+        raise ValueError(f"the gradient is on {grad.device}; expected {param.device}, the parameter's device")
+    return grad
+
+
+def _written_out(grad: Tensor) -> Tensor:
+    if grad.layout != torch.strided:
+        raise TypeError(f"the gradient's layout is {grad.layout}; expected torch.sparse_coo or torch.strided")
+    if grad.is_neg() or has_no_memory(grad):
+        return torch.empty_like(grad).copy_(grad)
+    if grad.is_cpu and not has_memory(grad):
+        raise ValueError(lost_memory("the gradient", grad))
+    return grad

@@ -15,19 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import StateDict
 
 from ._memory import address_of, has_memory, lost_memory
-from ._rules.adam import SLOTS
-from ._state import (
-    FLOATS,
-    LARGEST_COUNT,
-    MOMENTS,
-    OF_MOMENTS,
-    State,
-    described,
-    largest_count,
-    miscount,
-    missing,
-    moment_flaw,
-)
+from ._state import MOMENTS, SLOTS, State, described, miscount, missing, slot_flaw
 
 
 def check_structure(state_dict: Any) -> None:
@@ -63,11 +51,11 @@ def check_states(state_dict: StateDict, params: Sequence[Tensor]) -> None:
         if reason := _flaw(state, param):
             raise ValueError(f"the loaded state of parameter {number}: {reason}")
         weights[f"the weights of parameter {number}"] = param
-        moments |= {f"{key!r} of parameter {number}": state[key] for key in OF_MOMENTS if key in state}
+        moments |= {f"{key!r} of parameter {number}": state[key] for key in MOMENTS if key in state}
     _refuse_shared_memory(weights, moments)
 
 
-_SLOT_OF_OPTION = [(*slot.option, slot.name) for slot in reversed(SLOTS) if slot.option is not None]
+_SLOT_OF_OPTION = [(*slot.option, slot.name) for slot in reversed(SLOTS.values()) if slot.option is not None]
 
 
 def check_slots(own: Mapping[str, Any], loaded: Mapping[str, Any], states: Sequence[State], where: str) -> None:
@@ -81,9 +69,7 @@ def check_slots(own: Mapping[str, Any], loaded: Mapping[str, Any], states: Seque
     for option, value, slot in _SLOT_OF_OPTION:
         if option not in own or own[option] == value or loaded.get(option) != value:
             continue
-        has_history = [
-            state for state in states if any(name in state for name in OF_MOMENTS) and state.get("step") != 0
-        ]
+        has_history = [state for state in states if any(name in state for name in MOMENTS) and state.get("step") != 0]
         if has_history and not any(slot in state for state in has_history):
             raise ValueError(
                 f"{option}={value!r} was saved{where}, but no loaded state has {slot!r}; expected it beside the "
@@ -98,7 +84,7 @@ def separate_counts(states: Sequence[State]) -> None:
     All else stays the tensor that was loaded, as in torch: a state dict that is loaded twice, or into two optimizers,
     is one state for both.
     """
-    taken = {state[name].data_ptr() for state in states for name in OF_MOMENTS if name in state}
+    taken = {state[name].data_ptr() for state in states for name in MOMENTS if name in state}
     for state in states:
         step = state.get("step")
         if isinstance(step, Tensor):
@@ -124,14 +110,11 @@ def uncast_slots(
     for number, (param, group) in zip(_numbers(state_dict), params, strict=True):
         state, asked_for = state_dict["state"].get(number, {}), group.get("state_dtype")
         slots = {}
-        for slot in SLOTS:
-            if slot.name not in state:
-                continue
-            loaded = state[slot.name]
-            if slot.dtype == "int64":
-                slots[slot.name] = loaded.to(param.device, torch.int64, copy=True)
-            elif slot.dtype == "wide" or (slot.dtype == "state" and asked_for not in (None, param.dtype)):
-                slots[slot.name] = loaded.to(param.device)
+        for name, slot in SLOTS.items():
+            if name in state and slot.is_count:
+                slots[name] = state[name].to(param.device, torch.int64, copy=True)
+            elif name in state and (slot.is_per_row or asked_for not in (None, param.dtype)):
+                slots[name] = state[name].to(param.device)
         yield param, slots
 
 
@@ -156,50 +139,10 @@ def _flaw(state: State, param: Tensor) -> str | None:
             return lost_memory(repr(key), value)
     if reason := missing(state):
         return f"it {reason}"
-    for key in MOMENTS:
-        if key in state and (reason := _moment_flaw(state[key], param)):
-            return f"{key!r} is {described(state[key])}; expected {reason}"
-    if "exp_avg_sq_row" in state and (reason := _row_moment_flaw(state["exp_avg_sq_row"], param)):
-        return f"'exp_avg_sq_row' is {described(state['exp_avg_sq_row'])}; expected {reason}"
-    if "row_step" in state and (reason := _counts_flaw(state["row_step"], param)):
-        return f"'row_step' is {described(state['row_step'])}; expected {reason}"
+    for name in SLOTS:
+        if name in state and (reason := slot_flaw(name, state[name], param, is_loaded=True)):
+            return f"{name!r} is {described(state[name])}; expected {reason}"
     return miscount(state["step"]) if "step" in state else None
-
-
-def _moment_flaw(moment: object, param: Tensor) -> str | None:
-    if isinstance(moment, Tensor) and moment.is_meta and not param.is_meta:
-        return "a tensor with data"
-    if isinstance(moment, Tensor) and moment.shape != param.shape:
-        return f"the parameter's shape, {tuple(param.shape)}"
-    return moment_flaw(moment)
-
-
-def _row_moment_flaw(moment: object, param: Tensor) -> str | None:
-    """What is wrong with a second moment per row, or None."""
-    if isinstance(moment, Tensor) and moment.is_meta and not param.is_meta:
-        return "a tensor with data"
-    if isinstance(moment, Tensor) and moment.shape != (shape := param.shape[: moment.dim()]):
-        return f"shape {tuple(shape)}, for a parameter of shape {tuple(param.shape)}"
-    return moment_flaw(moment)
-
-
-# The integers that torch computes with. It counts in floating point too; FLOATS are those it can compare with others.
-_WHOLE_NUMBERS = frozenset([torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
-
-
-def _counts_flaw(counts: object, param: Tensor) -> str | None:
-    if not isinstance(counts, Tensor) or counts.layout != torch.strided or counts.is_meta:
-        return "a dense tensor"
-    if counts.shape != param.shape[: counts.dim()]:
-        return f"the leading dimensions of {tuple(param.shape)}"
-    if counts.dtype not in _WHOLE_NUMBERS | FLOATS:
-        return "a dense tensor of int64"
-    # torch's classes cast counts to the parameter's dtype, which has every whole number up to some bound only.
-    bound = int(largest_count(counts.dtype)) if counts.is_floating_point() else LARGEST_COUNT
-    whole = counts.to(torch.int64)  # what is not finite becomes something else; and int32 cannot compare with 2^53
-    if not bool(((whole >= 0) & (whole < bound) & (whole == counts)).all()):
-        return f"integers in [0, {bound}), which this dtype represents exactly"
-    return None
 
 
 def _refuse_shared_memory(weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> None:

@@ -1,18 +1,28 @@
-"""The memory under a tensor: where it is, whether all of it is there, and whether every number has its own place."""
+"""The memory under a tensor: where it is, whether all of it is there, whether numbers share it, and new memory."""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from ._waiting import plain_class
+
+# Smaller tensors gain nothing: one huge page is 2 MiB, and the kernel gives none to less.
+_HUGE_FROM_BYTES = 8 << 20
 
 
 def has_memory(tensor: Tensor) -> bool:
     """Whether the storage reaches as far as the tensor says it does."""
     size, offset = tensor.untyped_storage().nbytes(), tensor.storage_offset()
     if tensor.is_contiguous():
-        return size >= offset * tensor.itemsize + tensor.nbytes if offset else size >= tensor.nbytes
+        nbytes = tensor.nbytes
+        return not nbytes or size >= offset * tensor.itemsize + nbytes
     return size >= (offset + span(tensor)) * tensor.itemsize
 
 
@@ -49,3 +59,36 @@ def overlaps_itself(tensor: Tensor) -> bool:
                 return True
             reached += (size - 1) * stride
     return False
+
+
+def zeros_like(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Zeros with a tensor's shape and strides, and its dtype unless told otherwise, as ``zeros`` makes them."""
+    dtype = dtype or like.dtype
+    if not like.is_cpu or like.numel() * dtype.itemsize < _HUGE_FROM_BYTES:
+        return torch.zeros_like(like, dtype=dtype, memory_format=torch.preserve_format)
+    # Strides as preserve_format gives them: the parameter's own if it is dense, else contiguous.
+    strides = torch.empty_like(like, device="meta", memory_format=torch.preserve_format).stride()
+    return zeros(like.shape, dtype, like.device).as_strided(like.shape, strides)
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, on huge pages where the system has them.
+
+    A step reads rows at random, so with 4 KiB pages nearly every row costs a TLB miss. Measured at 10M x 32 with
+    16,384 ids, one thread: 1.74 ms on huge pages, 2.98 ms without. Fresh anonymous memory is also zero without
+    being written, which makes the first step of a large table cheap.
+    """
+    byte_count = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or byte_count < _HUGE_FROM_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    try:
+        memory = mmap.mmap(-1, byte_count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(
+            f"cannot allocate {byte_count} bytes of state, {tuple(shape)} {dtype} ({error}); expected memory for two "
+            "or three times the parameter. Free some memory, use a smaller table, or keep less (state_dtype, "
+            "second_moment)"
+        ) from error
+    with contextlib.suppress(OSError):  # a hint, and some systems are built without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))

@@ -50,12 +50,11 @@ def check_is_number(lr: float | Tensor, where: str = "") -> None:
         raise ValueError(f"Invalid learning rate: {_shown(lr)}{where}; expected a number or a one-element Tensor")
 
 
-def check_group(group: Mapping[str, Any], where: str = "", *, zero_eps_allowed: bool = False) -> None:
+def check_group(group: Mapping[str, Any], where: str = "") -> None:
     """Everything in a group but its lr; ``where`` names the group in the message."""
     eps, betas, weight_decay = group["eps"], group["betas"], group["weight_decay"]
-    if not (_is_finite(eps) and (eps >= 0 if zero_eps_allowed else eps > 0)):
-        bound = ">= 0" if zero_eps_allowed else "> 0"
-        raise ValueError(f"Invalid epsilon value: {_shown(eps)}{where}; expected a finite number {bound}")
+    if not (_is_finite(eps) and eps > 0):
+        raise ValueError(f"Invalid epsilon value: {_shown(eps)}{where}; expected a finite number > 0")
     if not isinstance(betas, Sequence) or len(betas) != 2:
         raise ValueError(f"Invalid betas: {betas}{where}; expected two numbers in [0, 1)")
     for index, beta in enumerate(betas):

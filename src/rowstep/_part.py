@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import StateDict
 
 from ._layout import RowOrder, is_spread
-from ._state import MOMENTS, State, row_slots
+from ._state import SLOTS, State, row_slots
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -142,6 +142,11 @@ def part_of(param: Tensor) -> TablePart | None:
     return getattr(param, _MARK, None)
 
 
+def is_part(param: Tensor) -> bool:
+    """Whether this parameter is a part of a table."""
+    return part_of(param) is not None
+
+
 def is_spread_part(param: Tensor) -> bool:
     """Whether this parameter's rows lie in another order than that of the ids."""
     part = part_of(param)
@@ -171,7 +176,7 @@ def as_local_state(state: State, param: Tensor) -> State:
     local = {key: value for key, value in state.items() if key != ROW_ORDER}
     for key in row_slots(local):
         order = part.order_of(constants, local[key])
-        local[key] = part.as_local(local[key], order, dim=2 if key in MOMENTS else 1)
+        local[key] = part.as_local(local[key], order, dim=1 if SLOTS[key].is_per_row else 2)
     return local
 
 

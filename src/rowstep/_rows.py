@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from ._commit import replace_table
+from ._memory import zeros_like
 from ._part import part_of
-from ._state import State, row_slots, zeros_like
+from ._state import State, row_slots
 
 Init = Tensor | Callable[[Tensor], object]
 """The weights of new rows, or a function that fills zeros in place, as ``torch.nn.init``'s do, or returns weights."""

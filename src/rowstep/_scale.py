@@ -17,12 +17,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._torch_internals import entries_of
+from ._torch_internals import indices_of, values_of
 
 
 def scaled(grad: Tensor, factor: Tensor) -> Tensor:
     """A sparse gradient times a number, in memory of its own."""
-    indices, values = entries_of(grad)
+    indices, values = indices_of(grad), values_of(grad)
     return like_sparse(grad, indices, values * factor.to(values.device))
 
 

@@ -4,19 +4,18 @@ backends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ._backends import Addresses, Backend, Outcome, RowUpdate, admit, admit_counts, admit_state
 from ._gradient import RowGradient, all_rows, nonzero_rows, row_gradient
 from ._optimizer import RowOptimizer
-from ._plan import DenseStep, Group, Plan, RowStep, is_kept_as_a_table, refuse_outside
-from ._rules.adam import kept_under
-from ._state import MOMENTS, State, ensure_moments, ensure_row_steps, has_moments
+from ._rule import Rule
+from ._state import ELEMENTWISE, State
+from ._table import Job
 
 
 class SparseAdam(RowOptimizer):
@@ -128,105 +127,30 @@ class SparseAdam(RowOptimizer):
         super().__init__(params, defaults)
         self.skipped_rows = 0
 
-    def _plan_parameter(
-        self, plan: Plan, param: Tensor, grad: Tensor, state: State, taken: int, backend: Backend
-    ) -> None:
-        group, at = plan.group, admit_state(param, state)
-        gradient, as_dense = self._rows_of(param, grad, state, group)
-        if gradient is None:
-            plan.dense.append(DenseStep(param, grad))
-        else:
-            refuse_outside(gradient, backend)
-            plan.rows.append(self._row_step(plan, param, gradient, as_dense, state, at, taken))
-            if group["nonfinite"] == "raise" and backend.has_nonfinite(gradient):
-                raise FloatingPointError(
-                    "the gradient has a non-finite row; expected finite values, because nonfinite='raise' is set"
-                )
-
-    def _row_step(
-        self,
-        plan: Plan,
-        param: Tensor,
-        gradient: RowGradient,
-        as_dense: bool,
-        state: State,
-        at: Addresses | None,
-        taken: int,
-    ) -> RowStep:
-        count = plan.count_after(param, taken)
-        in_a_table = not as_dense or is_kept_as_a_table(state, plan.group, param)
-        step = RowStep(param, gradient, plan.scalars(count, as_dense, param, in_a_table=in_a_table), count)
-        if step.scalars.per_row and "row_step" in state:
-            admit_counts(state, gradient.lead)
-        if has_moments(state, step.scalars.kept) and (not step.scalars.per_row or "row_step" in state):
-            step.update = admit(param, state, gradient, at, step.scalars, None, count)
-        return step
-
-    def _rows_of(self, param: Tensor, grad: Tensor, state: State, group: Group) -> tuple[RowGradient | None, bool]:
-        """The gradient as rows, or None if it is for torch's dense Adam; and whether it came dense and names every row.
-
-        Then eps goes where torch.optim.Adam has it.
-        """
+    def _as_rows(self, param: Tensor, grad: Tensor, state: State, rule: Rule) -> tuple[RowGradient | None, bool, bool]:
         if grad.is_sparse:
-            return row_gradient(grad, param.shape), False
-        if group["force_sparse"]:
-            return nonzero_rows(grad), False
-        if "exp_avg_sq_row" in state:
-            return all_rows(grad, tuple(state["exp_avg_sq_row"].shape)), True
-        dtypes = {state[key].dtype for key in MOMENTS if key in state}
-        is_rounded = group["stochastic_rounding"] and param.dtype.itemsize == 2
-        if dtypes | {grad.dtype} != {param.dtype} or is_rounded:  # torch's Adam wants one dtype for all
-            return all_rows(grad, tuple(param.shape[:1])), True
-        return None, False
+            gradient = row_gradient(grad, param.shape)
+            if len(gradient.lead) != 1 and (rule.is_per_row or rule.spec.is_by_row):
+                raise ValueError(
+                    f"the gradient has sparse_dim {len(gradient.lead)}; expected 1, because something is kept for each "
+                    "row of the first dimension. Use bias_correction='global' and second_moment='element'"
+                )
+            return gradient, False, True
+        if rule.forces_sparse:
+            return nonzero_rows(grad), False, True
+        in_a_table = rule.spec.is_a_tables(state, param)
+        dtypes = {grad.dtype, *(getattr(state.get(name), "dtype", param.dtype) for name in ELEMENTWISE)}
+        is_rounded = rule.rounds_weights and param.dtype.itemsize == 2
+        if in_a_table or dtypes != {param.dtype} or is_rounded:  # torch's Adam wants one dtype for all
+            return all_rows(grad), True, in_a_table
+        return None, True, False
 
-    def _begin_rows(self, step: RowStep, group: Group) -> RowUpdate:
-        param, gradient, state = step.param, step.gradient, self.state[step.param]
-        self._convert(step, group, gradient.lead)
-        if step.scalars.per_row:
-            ensure_row_steps(state, gradient.lead)
-        at = admit_state(param, state)
-        return admit(param, state, gradient, at, step.scalars, None, step.count)
+    def _count(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            job.table.state["step"] = job.step.count
 
-    def _counter(self, updates: Sequence[RowUpdate], group: Group, backend: Backend) -> Callable[[Outcome], None]:
-        skips, skipped_before = group["nonfinite"] == "skip", self.skipped_rows
-
-        def count(outcome: Outcome) -> None:
-            for update in updates:
-                update.state["step"] = update.steps
-            self.skipped_rows = skipped_before + (outcome.skipped if skips else 0)
-
-        return count
-
-    def _step_dense(self, steps: list[DenseStep], group: Group, backend: Backend) -> None:
-        step_all = super()._step_dense
-        if group["bias_correction"] != "row":
-            step_all(steps, group, backend)
-            return
-        counts = []
-        for step in steps:
-            state = self.state[step.param]
-            ensure_moments(state, step.param, kept_under(group, in_a_table=False))
-            ensure_row_steps(state, tuple(step.param.shape[:1]))
-            counts.append((state, int(state["step"]), state["row_step"] + 1))
-
-        def count() -> None:
-            for state, before, after in counts:
-                if int(state["step"]) > before:
-                    state["row_step"].copy_(after)
-
-        self._and_finish(lambda: step_all(steps, group, backend), count)
-
-    def allocate_state(self) -> None:
-        """Allocate the state of every parameter now instead of at its first step, so that checkpoints can load into it.
-
-        Optimizers of sharded tables do this when they are created.
-        """
-        super().allocate_state()
-        for group in self.param_groups:
-            if group["bias_correction"] == "row":
-                for param in group["params"]:
-                    if param.requires_grad:
-                        ensure_row_steps(self.state[param], tuple(param.shape[:1]))
+    def _ran(self, jobs: Sequence[Job], skipped: int) -> None:
+        self.skipped_rows += skipped
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"skipped_rows": self.skipped_rows}

@@ -1,4 +1,4 @@
-"""What is kept per parameter, by the description that the rule gives of its slots: allocation, checks, counts.
+"""What is kept per parameter: one description, by which state is made, checked and converted.
 
     step                one for the table   an int after a sparse step, a float Tensor after a dense one
     exp_avg             one per element     the parameter's dtype, or state_dtype
@@ -7,33 +7,24 @@
     max_exp_avg_sq      one per element     as exp_avg_sq; with amsgrad
     row_step            one per row         int64, the steps of each row; with bias_correction="row"
 
-``step`` follows the class being replaced: torch.optim.SparseAdam keeps an int, torch.optim.Adam a Tensor. Either is
-taken, so checkpoints of both load, and both load ours. Past 2^24 float32 cannot count, and the Tensor becomes float64.
+Rows run over the first dimension of a parameter. ``step`` follows the class being replaced: torch.optim.SparseAdam
+keeps an int, torch.optim.Adam a Tensor. Either is taken, so checkpoints of both load, and both load ours. Past 2^24
+float32 cannot count, and the Tensor becomes float64.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import math
-import mmap
 import reprlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._memory import has_memory, lost_memory, overlaps_itself
-from ._rules.adam import AS_TORCH, SLOTS, Kept, Slot
+from ._memory import address_of, has_memory, lost_memory, overlaps_itself, zeros, zeros_like
 
 State = dict[str, Any]
-
-MOMENTS = tuple(slot.name for slot in SLOTS if slot.per == "element")
-BY_ROW = tuple(slot.name for slot in SLOTS if slot.per in ("row", "element"))
-DECAYING = tuple(slot.name for slot in SLOTS if slot.name in BY_ROW and slot.dtype != "int64")
-"""What of a row changes at every step of dense Adam, also at one without a gradient for the row."""
-OF_MOMENTS = tuple(slot.name for slot in SLOTS if slot.dtype not in ("count", "int64"))
 
 FLOATS = frozenset([torch.float16, torch.bfloat16, torch.float32, torch.float64])
 """What parameters, moments and gradients may be made of."""
@@ -44,143 +35,156 @@ LARGEST_COUNT = 1 << 53
 
 _LARGEST_FLOAT32 = 1 << 24
 
-# Smaller moments gain nothing: one huge page is 2 MiB, and the kernel gives none to less.
-_HUGE_FROM_BYTES = 8 << 20
+
+class Slot(NamedTuple):
+    """One thing that is kept for every row of a parameter."""
+
+    name: str
+    is_per_row: bool
+    """One number for each row; otherwise one for each element."""
+    is_count: bool
+    option: tuple[str, Any] | None
+    """The option of a group, and its value, with which the slot exists; None if that is not all it takes."""
 
 
-def zeros_like(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Zeros with a tensor's shape and strides, and its dtype unless told otherwise, as ``zeros`` makes them."""
-    dtype = dtype or like.dtype
-    if not like.is_cpu or like.numel() * dtype.itemsize < _HUGE_FROM_BYTES:
-        return torch.zeros_like(like, dtype=dtype, memory_format=torch.preserve_format)
-    # Strides as preserve_format gives them: the parameter's own if it is dense, else contiguous.
-    strides = torch.empty_like(like, device="meta", memory_format=torch.preserve_format).stride()
-    return zeros(like.shape, dtype, like.device).as_strided(like.shape, strides)
+SLOTS = {
+    name: Slot(name, *rest)
+    for name, *rest in (
+        ("exp_avg", False, False, None),
+        ("exp_avg_sq", False, False, None),
+        ("exp_avg_sq_row", True, False, None),
+        ("max_exp_avg_sq", False, False, ("amsgrad", True)),
+        ("row_step", True, True, ("bias_correction", "row")),
+    )
+}
+"""In the order of the equations: m, v or r, u and, per row, the t of its own."""
+
+ELEMENTWISE = tuple(slot.name for slot in SLOTS.values() if not slot.is_per_row)
+MOMENTS = tuple(slot.name for slot in SLOTS.values() if not slot.is_count)
+"""What changes at every step of dense Adam, also where a row has no gradient."""
 
 
-def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, on huge pages where the system has them.
+class StateSpec:
+    """What the options of a group make a parameter keep. The same options give the same object."""
 
-    A step reads rows at random, so with 4 KiB pages nearly every row costs a TLB miss. Measured at 10M x 32 with
-    16,384 ids, one thread: 1.74 ms on huge pages, 2.98 ms without. Fresh anonymous memory is also zero without
-    being written, which makes the first step of a large table cheap.
-    """
-    byte_count = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or byte_count < _HUGE_FROM_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(tuple(shape), dtype=dtype, device=device)
-    try:
-        memory = mmap.mmap(-1, byte_count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(
-            f"cannot allocate {byte_count} bytes of state, {tuple(shape)} {dtype} ({error}); expected memory for two "
-            "or three times the parameter. Free some memory, use a smaller table, or keep less (state_dtype, "
-            "second_moment)"
-        ) from error
-    with contextlib.suppress(OSError):  # a hint, and some systems are built without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
+    def __init__(
+        self, second: str, has_momentum: bool, amsgrad: bool, is_counted: bool, dtype: torch.dtype | None
+    ) -> None:
+        self.second, self.has_momentum, self.amsgrad, self.is_counted = second, has_momentum, amsgrad, is_counted
+        self.dtype = dtype
+        """Of numbers per element; None stands for the parameter's own."""
+        self.is_by_row = second == "row"
+        self.is_rounded = dtype is not None and dtype.itemsize == 2
+        """Whether moments are rounded at random: in 16 bits, if those were asked for."""
+        there = {
+            "exp_avg": has_momentum, "exp_avg_sq": not self.is_by_row, "exp_avg_sq_row": self.is_by_row,
+            "max_exp_avg_sq": amsgrad, "row_step": is_counted,
+        }  # fmt: skip
+        self.slots = tuple(slot for slot in SLOTS.values() if there[slot.name])
+        self.names = tuple(slot.name for slot in self.slots)
+
+    @staticmethod
+    def under(group: Mapping[str, Any], *, in_a_table: bool = True) -> StateSpec:
+        """What the options of a group ask for. A parameter that is no table is kept as torch keeps it."""
+        amsgrad, is_counted = bool(group["amsgrad"]), group.get("bias_correction") == "row"
+        if not in_a_table:
+            return _state_spec("element", True, amsgrad, is_counted, None)
+        second = group["second_moment"]
+        has_momentum = second == "element" or float(group["betas"][0]) != 0
+        return _state_spec(second, has_momentum, amsgrad, is_counted, group["state_dtype"])
+
+    def is_met_by(self, state: State) -> bool:
+        """Whether this state has every slot, as it is to be kept, and no other second moment."""
+        for name in self.names:
+            if name not in state:
+                return False
+        is_cast = self.dtype is None or all(
+            state[slot.name].dtype == self.dtype for slot in self.slots if not slot.is_per_row
+        )
+        return is_cast and not any(name in state for name in _others(self))
+
+    def is_a_tables(self, state: State, param: Tensor) -> bool:
+        """Whether this state is one that torch's Adam cannot step, because it has been a table's."""
+        if "exp_avg_sq_row" in state:
+            return True
+        is_another = self.dtype not in (None, param.dtype)
+        return is_another and getattr(state.get("exp_avg"), "dtype", None) == self.dtype
+
+    def made_of(self, state: State, param: Tensor) -> tuple[State, list[str]]:
+        """Every slot, from what this state has: as it is, converted, or new; and what that loses, in words.
+
+        All of it is made before the caller changes anything: memory may run out.
+        """
+        made: State = {"step": state.get("step", 0)}
+        lost = []
+        for slot in self.slots:
+            there = state.get(slot.name)
+            dtype = None if slot.is_per_row else self.dtype
+            if there is None:
+                made[slot.name] = self._new(slot, state, param)
+                if slot.name == "exp_avg_sq_row" and "exp_avg_sq" in state:
+                    lost.append("'exp_avg_sq' reduced to its mean over each row")
+            elif dtype in (None, there.dtype):
+                made[slot.name] = there
+            else:
+                made[slot.name] = zeros_like(there, dtype).copy_(there)
+                lost.append(f"{slot.name!r} rounded to {dtype}")
+        if "exp_avg" in state and not self.has_momentum:
+            lost.append("'exp_avg' dropped, because beta1 is 0")
+        return made, lost if int(made["step"]) else []
+
+    def _new(self, slot: Slot, state: State, param: Tensor) -> Tensor:
+        """A slot for a state that does not have it."""
+        rows = tuple(param.shape[:1])
+        if slot.name == "row_step" and int(state.get("step", 0)) and param.numel():
+            # Rows that have history, of a loaded state or of dense steps, have taken every step so far.
+            second = state["exp_avg_sq_row"] if "exp_avg_sq_row" in state else state["exp_avg_sq"]
+            seen: Tensor = second.reshape(*rows, -1).ne(0).any(dim=-1)
+            return seen.to(torch.int64) * int(state["step"])
+        if slot.name == "exp_avg_sq_row" and "exp_avg_sq" in state:
+            table: Tensor = state["exp_avg_sq"].reshape(*rows, -1)
+            return table.mean(dim=-1, dtype=compute_dtype(param.dtype))
+        if slot.is_per_row:
+            return zeros(rows, torch.int64 if slot.is_count else compute_dtype(param.dtype), param.device)
+        return zeros_like(param, self.dtype)
+
+    def take_over(self, state: State, made: State) -> None:
+        """Make what ``made_of`` has made the state, and drop second moments and first ones that are not kept."""
+        for name in _others(self):
+            state.pop(name, None)
+        state.update(made)
+
+
+_state_spec = functools.cache(StateSpec)
 
 
 @functools.cache
-def slots_in(kept: Kept) -> tuple[Slot, ...]:
-    """The slots of the moments that are kept."""
-    return tuple(slot for slot in SLOTS if slot.is_in(kept))
+def _others(spec: StateSpec) -> tuple[str, ...]:
+    """Moments that are not beside those of this spec. amsgrad's maximum may stay, as it does in torch."""
+    return tuple(name for name in MOMENTS if name not in spec.names and name != "max_exp_avg_sq")
 
 
-@functools.cache
-def _names_in(kept: Kept) -> tuple[str, ...]:
-    return tuple(slot.name for slot in slots_in(kept))
-
-
-def has_moments(state: State, kept: Kept) -> bool:
-    """Whether this state has every moment that is to be kept, as it is to be kept, and no other of a table's."""
-    if kept is AS_TORCH:  # by far the most frequent
-        return "exp_avg" in state and "exp_avg_sq" in state and "exp_avg_sq_row" not in state
-    for name in _names_in(kept):  # `all` takes twice as long
-        if name not in state:
-            return False
-    if kept.second == "element" and kept.dtype is None:
-        return "exp_avg_sq_row" not in state
-    return not misplaced(state, kept)
-
-
-def misplaced(state: State, kept: Kept) -> list[str]:
-    """The moments in this state that are not to be kept, or not in this dtype. amsgrad's maximum may stay."""
-    names = _names_in(kept)
-    others = [name for name in OF_MOMENTS if name in state and name not in names and name != "max_exp_avg_sq"]
-    if kept.dtype is not None:
-        others += [name for name in names if name in MOMENTS and name in state and state[name].dtype != kept.dtype]
-    return others
-
-
-def ensure_moments(state: State, param: Tensor, kept: Kept, lead: tuple[int, ...] | None = None) -> None:
-    """Create what this parameter's state does not have yet: all of it, or nothing if memory runs out.
-
-    ``lead`` are the dimensions that rows run over, where that is known: by default, the first.
-    """
-    if all(name in state for name in _names_in(kept)):
-        return
-    new: State = {"step": state.get("step", 0)}
-    for slot in slots_in(kept):
-        if slot.name not in state:
-            new[slot.name] = new_slot(slot, param, kept, tuple(param.shape[:1]) if lead is None else lead)
-    state.update(new)
-
-
-def new_slot(slot: Slot, param: Tensor, kept: Kept, lead: tuple[int, ...]) -> Tensor:
-    """Zeros for a slot of this parameter, whose rows run over the dimensions ``lead``."""
-    if slot.per == "element":
-        return zeros_like(param, kept.dtype)
-    return zeros(lead, compute_dtype(param.dtype), param.device)
-
-
-def allocate(state: State, param: Tensor, kept: Kept) -> None:
-    """Create the state that a first step would, with a count of 0.
-
-    The count is a Tensor whatever the gradients will be: torch's checkpoints read either kind into a Tensor, but only
-    an int into an int.
-    """
-    state.setdefault("step", torch.zeros((), dtype=torch.float32))
-    ensure_moments(state, param, kept)
-
-
-def ensure_row_steps(state: State, lead: tuple[int, ...]) -> None:
-    """Create the per-row counts: for rows that have history (a loaded state, dense steps), the steps taken so far."""
-    if "row_step" in state:
-        return
-    second, count = second_moment(state), int(state["step"])
-    if count == 0 or second.numel() == 0:  # nothing to look for: of 10M x 64 the search takes 1.0 s and 0.6 GB
-        state["row_step"] = torch.zeros(lead, dtype=torch.int64, device=second.device)
-    else:
-        state["row_step"] = second.reshape(*lead, -1).ne(0).any(dim=-1).to(torch.int64) * count
-
-
-def second_moment(state: State) -> Tensor:
-    """The second moment, per element or per row."""
-    second: Tensor = state["exp_avg_sq_row"] if "exp_avg_sq_row" in state else state["exp_avg_sq"]
-    return second
+def row_moment_flaw(state: State, spec: StateSpec) -> str | None:
+    """Why there cannot be one second moment per row where one per element is to be kept, or None."""
+    if spec.is_by_row or "exp_avg_sq_row" not in state:
+        return None
+    return (
+        "its state has 'exp_avg_sq_row', a second moment per row; expected 'exp_avg_sq', because second_moment is "
+        "'element'. Create the optimizer with second_moment='row', or clear the state to start over"
+    )
 
 
 def row_slots(state: State) -> list[str]:
     """The names of what this state holds for each row of its parameter."""
-    return [name for name in BY_ROW if isinstance(slot := state.get(name), Tensor) and slot.dim()]
+    return [name for name in SLOTS if isinstance(slot := state.get(name), Tensor) and slot.dim()]
 
 
 def misfit(state: State, param: Tensor) -> str | None:
     """Why this state cannot belong to this parameter, or None."""
-    return incomplete(state) or slot_misfit(state, param)
-
-
-def incomplete(state: State) -> str | None:
-    """Why this is not all of a state, or has no count of steps, or None."""
-    if not ("exp_avg" in state and "exp_avg_sq" in state and "step" in state) and (reason := missing(state)):
+    if reason := missing(state):
         return f"its state {reason}. Load a complete state, or clear the state to start over"
-    return miscount(state["step"]) if "step" in state else None
-
-
-def slot_misfit(state: State, param: Tensor) -> str | None:
-    """Why these moments and counts of rows cannot belong to this parameter, or None."""
-    shape, device = param.shape, param.device
+    if "step" in state and (reason := miscount(state["step"])):
+        return reason
     if param.is_cpu and not has_memory(param):
         return lost_memory("the parameter", param)
     if overlaps_itself(param):
@@ -188,65 +192,67 @@ def slot_misfit(state: State, param: Tensor) -> str | None:
             f"the parameter has strides {param.stride()}, so elements may share memory; expected separate memory for "
             "each element. Use .contiguous()"
         )
-    owners = {param.data_ptr(): "the weights"} if param.is_cpu else {}
-    for key in MOMENTS:
-        if key in state:
-            moment = state[key]
-            if not isinstance(moment, Tensor) or moment.shape != shape or moment.device != device:
-                return (
-                    f"its state {key!r} is {described(moment)}; expected the shape and device of the parameter, "
-                    f"which is {described(param)}"
-                )
-            if reason := moment_flaw(moment):
-                return f"its state {key!r} is {described(moment)}; expected {reason}"
-            if moment.is_cpu and not has_memory(moment):
-                return lost_memory(f"its state {key!r}", moment)
-            if owners and moment.numel() and (owner := owners.setdefault(moment.data_ptr(), repr(key))) != repr(key):
-                return f"its state {key!r} shares memory with {owner}; expected memory of its own"
-    for key in ("exp_avg_sq_row", "row_step"):
-        if key in state and (reason := by_row_flaw(state[key], param)):
-            return f"its state {key!r} is {described(state[key])}; expected {reason}"
-    if "exp_avg_sq_row" in state:
-        row = state["exp_avg_sq_row"]
-        if row.dtype not in FLOATS:
-            return f"its state 'exp_avg_sq_row' is {described(row)}; expected {FLOATS_IN_WORDS}"
-        if owners and row.numel() and (owner := owners.setdefault(row.data_ptr(), "itself")) != "itself":
-            return f"its state 'exp_avg_sq_row' shares memory with {owner}; expected memory of its own"
-    if "row_step" in state and state["row_step"].dtype != torch.int64:
-        return f"its state 'row_step' is {described(state['row_step'])}; expected a dense tensor of int64"
+    owners = {address_of(param): "the weights"}
+    for name in SLOTS:
+        if name not in state:
+            continue
+        slot = state[name]
+        if reason := slot_flaw(name, slot, param):
+            return f"its state {name!r} is {described(slot)}; expected {reason}"
+        if slot.is_cpu and not has_memory(slot):
+            return lost_memory(f"its state {name!r}", slot)
+        address = address_of(slot)
+        if address is not None and (owner := owners.setdefault(address, name)) != name:
+            return f"its state {name!r} shares memory with {owner}; expected memory of its own"
     return None
 
 
-def by_row_flaw(slot: object, param: Tensor) -> str | None:
-    """What a slot with a number for each row should be and this is not, or None."""
-    shape = param.shape
-    if not isinstance(slot, Tensor) or slot.shape != shape[: slot.dim()] or slot.device != param.device:
-        return f"the leading dimensions and device of the parameter, which is {described(param)}"
-    if slot.layout != torch.strided:
+def slot_flaw(name: str, slot: object, param: Tensor, *, is_loaded: bool = False) -> str | None:
+    """What a slot of this parameter should be and this is not, or None.
+
+    One that is about to be loaded may be on another device, and counts may have gone through a floating-point dtype.
+    """
+    kind = SLOTS[name]
+    if not isinstance(slot, Tensor) or slot.layout != torch.strided:
         return "a dense tensor"
-    if slot.is_cpu and (not has_memory(slot) or overlaps_itself(slot)):
+    if slot.is_meta and not param.is_meta:
+        return "a tensor with data"
+    shape = param.shape[:1] if kind.is_per_row else param.shape
+    if slot.shape != shape:
+        return f"shape {tuple(shape)}, for a parameter of shape {tuple(param.shape)}"
+    if not is_loaded and slot.device != param.device:
+        return f"the parameter's device, {param.device}"
+    if overlaps_itself(slot):
         return "separate memory for each element"
+    if kind.is_count:
+        return _counts_flaw(slot) if is_loaded else None if slot.dtype == torch.int64 else "a dense tensor of int64"
+    return None if slot.dtype in FLOATS else FLOATS_IN_WORDS
+
+
+# The integers that torch computes with. It counts in floating point too; FLOATS are those it can compare with others.
+_WHOLE_NUMBERS = frozenset([torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+
+
+def _counts_flaw(counts: Tensor) -> str | None:
+    if counts.dtype not in _WHOLE_NUMBERS | FLOATS:
+        return "a dense tensor of int64"
+    # torch's classes cast counts to the parameter's dtype, which has every whole number up to some bound only.
+    bound = int(largest_count(counts.dtype)) if counts.is_floating_point() else LARGEST_COUNT
+    whole = counts.to(torch.int64)  # what is not finite becomes something else; and int32 cannot compare with 2^53
+    if not bool(((whole >= 0) & (whole < bound) & (whole == counts)).all()):
+        return f"integers in [0, {bound}), which this dtype represents exactly"
     return None
 
 
 def missing(state: State) -> str | None:
     """Which slot is there without another that it needs, in words, or None."""
-    there = [name for name in OF_MOMENTS if name in state]
+    there = [name for name in MOMENTS if name in state]
     if not there:
         return None
     for other in (*(("exp_avg_sq_row",) if "exp_avg_sq_row" in state else ("exp_avg", "exp_avg_sq")), "step"):
         if other not in state:
             return f"has {there[0]!r} but no {other!r}; expected both"
     return None
-
-
-def moment_flaw(moment: object) -> str | None:
-    """What a moment should be and this is not, or None."""
-    if not isinstance(moment, Tensor) or moment.layout != torch.strided:
-        return "a dense tensor"
-    if moment.dtype not in FLOATS:
-        return FLOATS_IN_WORDS
-    return "separate memory for each element" if overlaps_itself(moment) else None
 
 
 def described(value: object) -> str:
@@ -257,10 +263,21 @@ def described(value: object) -> str:
     return f"{tuple(value.shape)} {layout}{value.dtype} on {value.device}"
 
 
+# Counting steps
+
+
+def steps_taken(state: State) -> int:
+    """How many steps a parameter with this state has taken; raise if that is no number of steps."""
+    step = state.get("step", 0)
+    if type(step) is int and 0 <= step < LARGEST_COUNT:  # by far the most frequent
+        return step
+    if reason := miscount(step):
+        raise ValueError(reason)
+    return int(step)
+
+
 def miscount(step: object) -> str | None:
     """Why this is no count of steps, or None. What lies on another device is not waited for."""
-    if type(step) is int and 0 <= step < LARGEST_COUNT:  # by far the most frequent
-        return None
     number: object = step
     if isinstance(step, Tensor) and step.numel() == 1 and step.layout == torch.strided and not step.is_meta:
         if not step.is_cpu:
@@ -274,16 +291,15 @@ def miscount(step: object) -> str | None:
     return f"its state 'step' is {described(found)}; expected an integer step count in [0, 2^53)"
 
 
-def set_count(state: State, count: int) -> None:
-    """Write a Tensor ``step`` anew, in place while its dtype can hold the count."""
+def counting(state: State, count: int) -> tuple[Any, ...]:
+    """A function that writes a Tensor ``step`` anew, and its arguments; in place while its dtype can hold the count."""
     step = state["step"]
     if isinstance(step, Tensor) and (
         (step.dtype is torch.float32 and count <= _LARGEST_FLOAT32)
         or (step.is_floating_point() and count <= largest_count(step.dtype))
     ):
-        step.fill_(count)
-    else:
-        state["step"] = count_tensor(count)
+        return step.fill_, count
+    return state.__setitem__, "step", count_tensor(count)
 
 
 def count_tensor(count: float, device: torch.device | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 what                                  for what                                  without it
 ``_indices``, ``_values``             a gradient's entries, uncoalesced         nothing works: tests fail at once
+``_increment_version``                tell autograd of a write                  a public function, 1 µs slower
 ``_version``                          whether torch has written to a tensor     the same
 ``_is_zerotensor``                    gradients that have no memory             torch refuses such a gradient
 ``is_functorch_wrapped_tensor``       ids under vmap                            each lookup flushes its table
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
 _R = TypeVar("_R")
 
 _functorch: Any = getattr(torch._C, "_functorch", None)
-_is_functorch_wrapped: Any = getattr(_functorch, "is_functorch_wrapped_tensor", None)
 _get_tracing_state: Any = getattr(torch._C, "_get_tracing_state", None)
 _set_tracing_state: Any = getattr(torch._C, "_set_tracing_state", None)
 _modes_in_force: Any = getattr(torch._C, "_len_torch_dispatch_stack", None)
@@ -72,7 +72,7 @@ _call_plainly: Any = torch._C._disabled_torch_function_impl
 # once, 0.9 s of work that torch leaves to the first optimizer that is made.
 never_compiled: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 
-__all__ = ["never_compiled", "without_modes"]
+__all__ = ["indices_of", "is_traced", "is_wrapped", "never_compiled", "note_writes", "values_of", "without_modes"]
 
 
 # Optimizer.step
@@ -99,7 +99,7 @@ def optimizer_step(step: Callable[..., Any]) -> Any:
         was_enabled = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # bare: as a context manager it takes 3 µs
         try:
-            step(self)
+            _call_plainly(step, (), (self,), {})
         finally:
             torch._C._set_grad_enabled(was_enabled)
         return loss
@@ -126,12 +126,15 @@ def optimizer_step(step: Callable[..., Any]) -> Any:
 # Sparse tensors
 
 
-def entries_of(grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The indices and the values of a sparse gradient as they are: with duplicates, in order of occurrence."""
-    return grad._indices(), grad._values()
+indices_of: Any = Tensor._indices
+values_of: Any = Tensor._values
+"""The indices and the values of a sparse gradient as they are: with duplicates, in order of occurrence."""
 
 
 # Memory
+
+note_writes: Any = getattr(torch._C, "_increment_version", torch.autograd.graph.increment_version)
+"""Tell autograd that these tensors were written to."""
 
 
 def writes_to(tensor: Tensor) -> int:
@@ -156,9 +159,8 @@ def is_faked(ids: Tensor | None = None) -> bool:
     return (_modes_in_force is None or _modes_in_force() > 0) and detect_fake_mode() is not None
 
 
-def is_wrapped(ids: Tensor) -> bool:
-    """Whether vmap or another transform has these ids, so that their numbers cannot be seen."""
-    return _is_functorch_wrapped is None or bool(_is_functorch_wrapped(ids))
+is_wrapped: Any = getattr(_functorch, "is_functorch_wrapped_tensor", lambda _: True)
+"""Whether vmap or another transform has these ids, so that their numbers cannot be seen."""
 
 
 @contextlib.contextmanager
@@ -175,9 +177,8 @@ def untraced() -> Iterator[None]:
         _set_tracing_state(tracing)
 
 
-def is_traced() -> bool:
-    """Whether torch.jit.trace is recording."""
-    return _get_tracing_state is not None and _get_tracing_state() is not None
+is_traced: Any = _get_tracing_state or (lambda: None)
+"""Something, while torch.jit.trace is recording; otherwise None."""
 
 
 def plainly(function: Callable[..., _R], *args: Any, **options: Any) -> _R:

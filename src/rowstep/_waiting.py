@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, cast
@@ -64,6 +65,8 @@ def _hold_of(tensor: Tensor) -> _Hold | None:
 
 class Keeper(Protocol):
     """The optimizer under which rows wait."""
+
+    _lock: threading.RLock
 
     def _bring_up_to_date(self, param: Tensor, ids: Tensor | None) -> bool:
         """Bring these rows of the table, or all of them, up to date; ``release`` it if none waits any more.
@@ -208,16 +211,18 @@ def _lookup(func: Any, types: Any, args: Any, kwargs: Any) -> tuple[Any, Tensor]
 def _look_up(weight: Tensor, ids: Tensor, func: Any, args: Any, kwargs: Any) -> Any:
     """What a lookup finds, once the rows are up to date that it reads."""
     param, keeper = _table_and_keeper(weight)
-    is_valid = keeper is None or keeper._bring_up_to_date(param, ids)
+    if keeper is None:
+        return func(*args, **kwargs)
     if kwargs.get("max_norm") is None:
+        keeper._bring_up_to_date(param, ids)
         return func(*args, **kwargs)
-    if keeper is not None and not is_valid:  # torch renormalises the other rows before it raises
-        keeper._bring_up_to_date(param, None)
-    try:
-        return func(*args, **kwargs)
-    finally:  # torch may find out that it cannot go on when it has renormalised the rows
-        if (keeper := keeper_of(weight)) is not None:
-            keeper._accept_writes(weight)
+    with keeper._lock:  # it writes, and another thread's lookup must not take that for a write behind our back
+        if not keeper._bring_up_to_date(param, ids):  # torch renormalises the other rows before it raises
+            keeper._bring_up_to_date(param, None)
+        try:
+            return func(*args, **kwargs)
+        finally:  # torch may find out that it cannot go on when it has renormalised the rows
+            keeper._accept_writes(param)
 
 
 @functools.cache

@@ -23,11 +23,12 @@ class Layer(NamedTuple):
 
 
 LAYERS = {
-    "plain": Layer(("_choice", "_fork", "_rules", "_schedule"), may_import=(), without=("torch",)),
+    "plain": Layer(("_choice", "_fork", "_rules", "_schedule", "_warnings"), may_import=(), without=("torch",)),
     "kernels": Layer(("_kernels",), may_import=("plain",), without=("torch",)),
     "arrays": Layer(("arrays",), may_import=("plain", "kernels"), without=("torch",)),
     "tensors": Layer(
-        ("_gradient", "_memory", "_state", "_torch_internals", "_torch_version", "_waiting"), may_import=("plain",)
+        ("_gradient", "_memory", "_rule", "_state", "_table", "_torch_internals", "_torch_version", "_waiting"),
+        may_import=("plain",),
     ),
     "backends": Layer(("_backends",), may_import=("plain", "kernels", "tensors")),
     "core": Layer(("*",), may_import=("plain", "tensors", "backends")),

@@ -196,7 +196,8 @@ class Machine(RuleBasedStateMachine):
     def gradient(self, index: int, sketch: Sketch) -> Gradient:
         model = self.models[index]
         note(f"table {index} of {model.dtype}: {sketch}")
-        return sketch.for_table(model.shape, model.dtype)
+        by_rows = model.options.get("bias_correction") == "row"
+        return sketch.for_table(model.shape, model.dtype, by_rows=by_rows)
 
     # Comparing
 

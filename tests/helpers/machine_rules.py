@@ -213,8 +213,7 @@ class Program(Machine):
             good = {}
             for i, model in enumerate(self.models):
                 layout = "dense" if model.dtype == model.state_dtype else "uncoalesced"
-                sparse_dim = 1 if model.row_steps is None else model.row_steps.ndim
-                good[i] = Sketch(layout, sparse_dim, [], "ordinary", i).for_table(model.shape, model.dtype)
+                good[i] = Sketch(layout, 1, [], "ordinary", i).for_table(model.shape, model.dtype)
             side.give(good)
             repair = spoil(side)
             try:

@@ -63,11 +63,11 @@ class Sketch:
     size: str
     seed: int
 
-    def for_table(self, shape: tuple[int, ...], dtype: torch.dtype) -> Gradient:
-        """The gradient that this is for a table of this shape."""
+    def for_table(self, shape: tuple[int, ...], dtype: torch.dtype, *, by_rows: bool = False) -> Gradient:
+        """The gradient that this is for a table of this shape; ``by_rows``, over its first dimension."""
         generator = torch.Generator().manual_seed(self.seed)
         is_sparse = self.layout in SPARSE
-        lead = shape[: self.sparse_dim % (len(shape) + 1)] if is_sparse else ()
+        lead = shape[: 1 if by_rows else self.sparse_dim % (len(shape) + 1)] if is_sparse else ()
         ids = [i % math.prod(lead) for i in self.ids] if math.prod(lead) else []
         if self.layout in ("coalesced", "said to be coalesced"):
             ids = list(dict.fromkeys(ids))

@@ -6,14 +6,13 @@ import threading
 import tracemalloc
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 from rowstep._kernels import workspace as kept_memory
 from rowstep._kernels.workspace import Keys, Workspace
 
 MB = 1 << 20
-FLOAT = np.dtype(np.float32)
+FLOAT = "float32"
 
 
 @pytest.fixture(autouse=True)

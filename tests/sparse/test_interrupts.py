@@ -1,4 +1,4 @@
-"""Ctrl-C at any point of a step: each parameter has taken its step whole or not at all, and the run goes on."""
+"""Ctrl-C at any point of a step: a parameter has taken it, has not, or had no gradient in it; and the run goes on."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def test_an_interrupt_at_any_line_of_a_step(name: str) -> None:
         after = run.counts()
         assert all(count in (before, before + 1) for before, count in zip(start, after, strict=True))
         taken.add(tuple(after))
-        assert_on_its_way(run, expected)
+        assert_on_its_way(run, expected, of=2)
         run.step()
         run.step()
-        assert_on_its_way(run, expected)
-    assert len(taken) >= 3  # interrupts before, between and after launches: one makes the steps of several tables
+        assert_on_its_way(run, expected, of=2)
+    assert len(taken) >= 2  # interrupts before and after the count
 
 
 @pytest.mark.usefixtures("backend")
@@ -54,40 +54,35 @@ def test_an_interrupt_at_any_line_of_what_a_deferred_optimizer_does_besides(acti
         return run, actions[action]
 
     for run in interrupted(prepare):
-        assert_on_its_way(run, expected)
+        assert_on_its_way(run, expected, of=2)
         run.step()
-        assert_on_its_way(run, expected)
+        assert_on_its_way(run, expected, of=2)
 
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("name", ["sparse", "deferred"])
 def test_real_signals(name: str) -> None:
     """Of an alarm clock: most strike right behind a kernel, where Python looks for them first."""
-    steps = 200
-    expected = trajectories(name, steps)
-    run, struck, is_armed = Run(name), 0, False
+    expected = trajectories(name, 5)
+    struck = 0
+    for delay in range(30):
+        run = Run(name)
 
-    def strike(*_: object) -> None:
-        nonlocal is_armed
-        if is_armed:
-            is_armed = False
+        def strike(*_: object) -> None:
             raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGALRM, strike)
-    signal.setitimer(signal.ITIMER_REAL, 0.003, 0.003)
-    try:
-        for _ in range(steps // 2):
-            try:
-                is_armed = True
+        before = signal.signal(signal.SIGALRM, strike)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 1e-4 * (1 + delay))
+            for _ in range(5):
                 run.step()
-                is_armed = False
-            except KeyboardInterrupt:
-                struck += 1
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        except KeyboardInterrupt:
+            struck += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert_on_its_way(run, expected, of=2)
     assert struck > 0
-    assert_on_its_way(run, expected)
 
 
 @pytest.mark.parametrize("name", ["sparse", "deferred"])
@@ -98,8 +93,29 @@ def test_a_signal_handler_may_save_tables_in_the_middle_of_a_step(name: str, mon
     for line in lines_of(Run(name).step):
         run = Run(name)
         Interrupter(line, functools.partial(assert_on_its_way, run, expected, of=2)).run(run.step)
-        for param, deferral in getattr(run.optimizer, "_deferrals", {}).items():
-            assert isinstance(param, Waiting) or not (deferral.notes < deferral.schedule.step).any()
-        assert_on_its_way(run, expected)
+        for table in run.optimizer._tables.values():
+            pending = table.pending
+            is_waiting = pending is not None and bool((pending.notes < pending.schedule.step).any())
+            assert isinstance(table.param, Waiting) or not is_waiting
+        assert_on_its_way(run, expected, of=2)
         run.step()
-        assert_on_its_way(run, expected)
+        assert_on_its_way(run, expected, of=2)
+
+
+def test_a_signal_handler_may_replace_a_table_or_step_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a step: what the kernels have been told of stays memory until they return."""
+    monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
+    for line in lines_of(Run("sparse").step):
+        run = Run("sparse")
+        param = run.params[0]
+
+        def replace(param: torch.nn.Parameter = param) -> None:
+            param.data = torch.full_like(param, 9.0)
+
+        Interrupter(line, replace).run(run.step)
+        moved = (param != 9.0).any(dim=1).tolist()
+        assert not any(moved[row] for row in (0, 2, 3, 5))  # rows without a gradient are as they were put there
+        run = Run("sparse")
+        Interrupter(line, run.optimizer.step).run(run.step)
+        assert all(count in (4, 5) for count in run.counts())  # the step that is under way has its count already
+        run.step()

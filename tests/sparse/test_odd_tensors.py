@@ -64,3 +64,14 @@ def test_a_dense_gradient_whose_storage_is_freed(options: dict[str, Any]) -> Non
         optimizer.step()
     params[1].grad = None
     before.assert_unchanged()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_empty_parameter_at_an_offset(optimizer: Any) -> None:
+    empty, other = Parameter(torch.zeros(0, 8, 2)[..., 1]), table(3, 2)
+    assert empty.storage_offset() == 1
+    empty.grad, other.grad = torch.zeros(0, 8), rows_of(other, [1])
+    made = optimizer([empty, other], lr=0.1)
+    before = other.detach().clone()
+    made.step()
+    assert not torch.equal(other, before)

@@ -56,6 +56,26 @@ def test_threads_that_only_read() -> None:
         twins.assert_same()
 
 
+def test_threads_that_look_up_a_table_with_a_largest_norm() -> None:
+    """Each lookup writes to the rows that it reads."""
+    table = nn.Embedding(200, 4, max_norm=0.5, sparse=True)
+    optimizer = DeferredAdam(table.parameters(), lr=0.01)
+
+    def read(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(100 * ROUNDS):
+            look_up(table, torch.randint(200, (5,), generator=generator))
+
+    def train() -> None:
+        for _ in range(30 * ROUNDS):
+            optimizer.zero_grad()
+            table(torch.randint(200, (5,))).sum().backward()
+            optimizer.step()
+
+    train()
+    together(*(functools.partial(read, seed) for seed in range(3)))
+
+
 class Trajectory:
     """A table in training, and what dense Adam makes of it at every step."""
 

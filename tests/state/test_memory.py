@@ -23,7 +23,7 @@ def test_huge_pages_are_only_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
         def madvise(self, *_: Any) -> None:
             raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr("rowstep._state.mmap.mmap", WithoutHugePages)
+    monkeypatch.setattr("rowstep._memory.mmap.mmap", WithoutHugePages)
     param = Parameter(torch.zeros(1 << 15, 64))  # 8 MB: large enough to ask for them
     optimizer = SparseAdam([param])
     step_with(optimizer, param, rows_of(param, [0, 1 << 14]))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from rowstep import SparseAdam
-from tests.helpers.gradients import copy_of, rows_of, same_bits, step_with, table
+from tests.helpers.gradients import Snapshot, copy_of, rows_of, same_bits, step_with, table
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -33,23 +36,26 @@ def test_counts_begin_with_the_history_of_the_moments(before: int) -> None:
     assert optimizer.state[param]["row_step"].tolist() == [before, before + 1, before, before + 1]
 
 
-def test_rows_are_those_of_the_first_gradient() -> None:
+@pytest.mark.parametrize("options", [{"bias_correction": "row"}, {"second_moment": "row"}], ids=str)
+@pytest.mark.parametrize("sparse_dim", [0, 2])
+def test_a_row_is_one_of_the_first_dimension(options: dict[str, Any], sparse_dim: int) -> None:
     param = table(4, 2)
-    optimizer = SparseAdam([param], bias_correction="row")
-    step_with(optimizer, param, torch.eye(4, 2).to_sparse())
-    assert optimizer.state[param]["row_step"].tolist() == [[1, 0], [0, 1], [0, 0], [0, 0]]
-    with pytest.raises(ValueError, match=r"counted rows over \(4, 2\)"):
-        step_with(optimizer, param, rows_of(param, [1]))
-
-
-def test_rows_over_other_dimensions_are_refused_before_a_maximum_is_made() -> None:
-    param = table(4, 2)
-    optimizer = SparseAdam([param], bias_correction="row")
+    optimizer = SparseAdam([param], **options)
     step_with(optimizer, param, rows_of(param, [1]))
-    optimizer.param_groups[0]["amsgrad"] = True
-    with pytest.raises(ValueError, match=r"counted rows over \(4,\)"):
-        step_with(optimizer, param, torch.eye(4, 2).to_sparse())
-    assert "max_exp_avg_sq" not in optimizer.state[param]
+    before = Snapshot(optimizer)
+    optimizer.param_groups[0]["amsgrad"] = "bias_correction" in options
+    with pytest.raises(
+        ValueError, match=f"sparse_dim {sparse_dim}; expected 1, because something is kept for each row"
+    ):
+        step_with(optimizer, param, torch.eye(4, 2).to_sparse(sparse_dim) if sparse_dim else whole(param))
+    before.assert_unchanged()
+
+
+def whole(param: Tensor) -> Tensor:
+    """A sparse gradient with sparse_dim 0, which names the whole parameter."""
+    return torch.sparse_coo_tensor(
+        torch.zeros(0, 1, dtype=torch.int64), torch.ones(1, *param.shape), param.shape, check_invariants=True
+    )
 
 
 def test_counts_written_from_outside_are_seen() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rowstep import DeferredAdam, DeferredAdamW, SparseAdam
 from tests.helpers.deferred_cases import LONG
 from tests.helpers.dense_rules import DenseRule
-from tests.helpers.gradients import rows_of, sparse
+from tests.helpers.gradients import rows_of
 
 ROWS, COLUMNS, STEPS = 40, 6, 80
 
@@ -116,24 +116,6 @@ def test_threads_do_not_change_a_bit() -> None:
     for weights, state in results[1:]:
         assert torch.equal(weights, results[0][0])
         assert all(torch.equal(state[name], results[0][1][name]) for name in state if name != "step")
-
-
-def test_a_table_of_rows_over_two_dimensions() -> None:
-    """Rows are what the gradient's sparse dimensions name."""
-    param = nn.Parameter(torch.randn(3, 4, 5, dtype=torch.float64))
-    flat = nn.Parameter(param.detach().reshape(12, 5).clone())
-    both = SparseAdam([param], second_moment="row"), SparseAdam([flat], second_moment="row")
-    for _ in range(3):
-        indices, values = torch.tensor([[0, 2, 2], [1, 3, 3]]), torch.randn(3, 5, dtype=torch.float64)
-        param.grad = sparse(indices, values, param.shape)
-        flat.grad = rows_of(flat, indices[0] * 4 + indices[1], values)
-        both[0].step()
-        both[1].step()
-    assert both[0].state[param]["exp_avg_sq_row"].shape == (3, 4)
-    torch.testing.assert_close(param.reshape(12, 5), flat)
-    param.grad = rows_of(param, [1])
-    with pytest.raises(ValueError, match=r"rows span dimensions \(3,\), but second_moment has kept rows over \(3, 4\)"):
-        both[0].step()
 
 
 @pytest.mark.parametrize("kind", [SparseAdam, DeferredAdam])

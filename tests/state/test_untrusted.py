@@ -139,9 +139,9 @@ COUNTS_PER_ROW: dict[str, tuple[Tensor, str]] = {
     "NaN": (torch.tensor([0, 1, math.nan, 0, 0, 0]), r"in \[0, "),
     "halves": (torch.full((6,), 0.5), r"in \[0, "),
     "2**60": (torch.full((6,), 2**60), r"in \[0, "),
-    "too many": (torch.ones(7, dtype=torch.int64), "leading dimensions"),
+    "too many": (torch.ones(7, dtype=torch.int64), r"shape \(6,\)"),
     "sparse": (torch.ones(6, dtype=torch.int64).to_sparse(), "dense"),
-    "meta": (torch.ones(6, dtype=torch.int64, device="meta"), "dense"),
+    "meta": (torch.ones(6, dtype=torch.int64, device="meta"), "a tensor with data"),
 }
 
 

@@ -1,14 +1,14 @@
 """The CPU kernels, compiled by Numba at first use and cached: the host's side of them.
 
 Tensors go in as raw addresses: reading one costs a tenth of a microsecond, building a NumPy view several, and a model
-with many small tables pays that for each of them at every step. Only what the gate has given addresses of comes here.
+with many small tables pays that for each of them at every step. Who holds the tensors until a launch has returned: a
+job its gradient, a table its storages, a schedule's record what it points to.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,31 +18,130 @@ from torch import Tensor
 
 from .._gradient import RowGradient
 from .._kernels import catch_up as catching_up
-from .._kernels import rows as row_kernels
-from .._kernels.rows import Kind
-from .._kernels.workspace import PARALLEL_FROM_BYTES, launch, workspace
+from .._kernels.pool import OverThreads
+from .._kernels.rows import JOB_WORDS, Kind, first_flawed, over_rows
+from .._kernels.window import advance
+from .._kernels.workspace import PARALLEL_FROM_BYTES, launch, reserve, workspace
+from .._schedule import COLUMNS, Path, Window
 from .._state import compute_dtype
-from .gate import LateRows, Place, RowUpdate
-from .outcome import Outcome
+from .._table import Job
+from .._torch_internals import note_writes
 
 # The types of Numba's that kernels read and write; bfloat16 travels as its bits.
-_TYPES = {
-    torch.bfloat16: types.uint16,
-    torch.float32: types.float32,
-    torch.float64: types.float64,
-}
+_TYPES = {torch.bfloat16: types.uint16, torch.float32: types.float32, torch.float64: types.float64}
 
 _NO_TYPE = types.float32  # of what a kernel does not touch
 
-_NO_NOTES = None, 0, 0
+_WORDS = struct.Struct("=6q")  # of a gradient, as ``_kernels/rows`` has them
+_TABLE = struct.Struct(f"=3q{8 * (JOB_WORDS - 9)}x")  # a table of which nothing is kept
+_INT64 = np.dtype(np.int64)
+_NO_JOBS = np.empty(0, _INT64)
 
-_JOB = struct.Struct("=16q6d")  # as rows.py has it
+
+def takes(gradient: RowGradient) -> bool:
+    """Whether kernels can address this gradient."""
+    return words_of(gradient) is not None
 
 
-def first_outside(rows: Tensor, row_count: int) -> int | None:
-    """The first of these row numbers that is not in a table of so many rows."""
-    position = row_kernels.first_outside(rows.data_ptr(), rows.numel(), row_count)
-    return None if position < 0 else int(rows.view(-1)[position])
+def words_of(gradient: RowGradient, note: int = 0) -> bytes | None:
+    """What kernels are told of a gradient; None if they cannot take it. Raise if it has less memory than it says."""
+    indices, values, count, columns = gradient.indices, gradient.values, gradient.count, gradient.columns
+    if not values.is_cpu or values.dtype not in _TYPES or len(gradient.lead) != 1 or values.is_neg():
+        return None
+    stride, width = values.stride()
+    if width != 1:  # kernels read whole rows
+        gradient.check_memory()
+        values = gradient.values = values.contiguous()
+        stride = columns
+    size = values.itemsize
+    if (
+        values.untyped_storage().nbytes() < (values.storage_offset() + (count - 1) * stride + columns) * size
+        or indices.untyped_storage().nbytes() < (indices.storage_offset() + count) * 8
+    ):
+        gradient.check_memory()
+    return _WORDS.pack(indices.data_ptr(), count, values.data_ptr(), stride * size, (count - 1).bit_length(), note)
+
+
+def kernel_for(job: Job) -> OverThreads:
+    """The kernel that steps this job: the same object for all that one launch can take."""
+    table, step, spec = job.table, job.step, job.table.spec
+    rule, dtypes = step.rule, (*table.dtypes, job.gradient.values.dtype)
+    options = {
+        "momentum": spec.has_momentum,
+        "by_row": spec.is_by_row,
+        "amsgrad": spec.amsgrad,
+        "counted": rule.is_per_row,
+        "noted": table.pending is not None,
+        "maximize": rule.maximize,
+        "shrink": step.scalars.shrink is not None,
+        "decay": step.scalars.decay is not None,
+        "as_dense": step.as_dense,
+        "skip_nonfinite": rule.skips_nonfinite,
+        "rounds_state": spec.is_rounded,
+        "rounds_weights": rule.rounds_weights and table.dtypes[0].itemsize == 2,
+    }
+    stored, number = [_TYPES[dtype] for dtype in dtypes], _TYPES[compute_dtype(*dtypes)]
+    p, m, v, g = stored
+    return over_rows(Kind(p, m, v, g, number, "step", **_none_if_off(options)))
+
+
+def _none_if_off(options: dict[str, bool]) -> dict[str, Any]:
+    return {name: on or None for name, on in options.items()}
+
+
+class Launch:
+    """The jobs that one kernel makes in one call."""
+
+    __slots__ = ("_kernel", "_room", "_told", "jobs", "words")
+
+    def __init__(self, kernel: OverThreads) -> None:
+        self._kernel, self._told = kernel, _NO_JOBS
+        self.jobs: list[Job] = []
+        self.words: list[bytes] = []
+
+    def first_flawed(self) -> Job | None:
+        """The first job that names a row outside its table, or one that waits."""
+        self._told = np.frombuffer(b"".join(self.words), _INT64)
+        number = first_flawed(self._told)
+        return None if number < 0 else self.jobs[number]
+
+    def reserve(self) -> None:
+        """Have all the memory that it takes to run."""
+        size = most_ids = columns = 0
+        for job in self.jobs:
+            gradient = job.gradient
+            size += gradient.count * gradient.columns * gradient.values.itemsize
+            most_ids, columns = max(most_ids, gradient.count), max(columns, gradient.columns)
+        if self._told.size < len(self.jobs) * JOB_WORDS:  # new tables, which were checked by themselves
+            self._told = _told(self.words)
+        threads = 1 if size < PARALLEL_FROM_BYTES else torch.get_num_threads()
+        self._room = reserve(self._kernel, self._told, threads, most_ids, columns)
+
+    def run(self) -> int:
+        """Step the rows; return how many were skipped."""
+        # Autograd does not see the writes, and must know that what it saved for a backward pass is out of date.
+        note_writes([job.param for job in self.jobs])
+        skipped = launch(self._kernel, self._told, self._room)
+        return int(skipped[0]) if skipped.size == 1 else int(skipped.sum())
+
+
+def _told(words: list[bytes]) -> Any:
+    """Jobs for a kernel, in memory of their own: a signal's handler may step while they wait."""
+    return np.frombuffer(b"".join(words), _INT64)
+
+
+def first_outside(gradient: RowGradient) -> int | None:
+    """The first row number of a gradient that is not in its table."""
+    if first_flawed(_alone(gradient)) < 0:
+        return None
+    rows = gradient.rows
+    return int(rows[(rows < 0) | (rows >= gradient.row_count)][0])
+
+
+def _alone(gradient: RowGradient) -> Any:
+    """A job without a table."""
+    rows = gradient.row_count
+    return _told([words_of(gradient) or b"", _TABLE.pack(rows, gradient.columns, (rows - 1).bit_length())])
 
 
 def has_nonfinite(gradient: RowGradient) -> bool:
@@ -59,96 +158,57 @@ def norm(gradient: RowGradient, power: float) -> float:
 
 def _over_gradient(gradient: RowGradient, work: str, threads: int, power: float = 0.0) -> Any:
     """What each part of a gradient comes to."""
-    rows_at, count, row_count, g_at, g_stride, columns, position_bits, row_bits = gradient.at  # type: ignore[misc]
-    job, results = np.zeros(row_kernels.JOB_WORDS, np.int64), np.zeros(threads)
-    job[:8] = rows_at, count, g_at, g_stride, position_bits, row_count, columns, row_bits
-    dtype = gradient.values.dtype
+    dtype, told = gradient.values.dtype, _alone(gradient)
     kind = Kind(_NO_TYPE, _NO_TYPE, _NO_TYPE, _TYPES[dtype], _TYPES[compute_dtype(dtype)], work, momentum=None)
-    launch(kind, job, results, count, columns, power)
-    return results
+    kernel = over_rows(kind)
+    return launch(kernel, told, reserve(kernel, told, threads, gradient.count, gradient.columns), power)
 
 
-def update(updates: Sequence[RowUpdate], outcome: Outcome) -> None:
-    """Step the rows that the gradients name, in place, all in one launch. The updates are of one kind."""
-    jobs: Any = np.empty(len(updates) * row_kernels.JOB_WORDS, np.int64)
-    size = most_ids = columns = 0
-    for number, each in enumerate(updates):
-        where: Any = each.gradient.at
-        _write_job(each, jobs, number)
-        size += where[1] * where[5]
-        most_ids, columns = max(most_ids, where[1]), max(columns, where[5])
-    _, _, gradient, scalars, notes, at, _ = each
-    dtype, m_dtype, v_dtype = at[5:8]  # type: ignore[index]  # `batches` has looked
-    g_dtype, kept = gradient.values.dtype, scalars.kept
-    kind = Kind(
-        _TYPES[dtype], _TYPES[m_dtype], _TYPES[v_dtype], _TYPES[g_dtype],
-        _TYPES[compute_dtype(dtype, m_dtype, v_dtype, g_dtype)], "step",
-        kept.first or None,
-        None if kept.second == "element" else True,
-        kept.amsgrad or None,
-        scalars.per_row or None,
-        None if notes is None else True,
-        scalars.maximize or None,
-        None if scalars.shrink is None else True,
-        None if scalars.decay is None else True,
-        scalars.as_dense or None,
-        scalars.skip_nonfinite or None,
-        scalars.rounds_state or None,
-        scalars.rounds_weights or None,
-    )  # fmt: skip
-    skipped = np.full(_threads_for(size * g_dtype.itemsize), -1.0)
-    # Autograd does not see the writes, and must know that what it saved for a backward pass is out of date.
-    torch.autograd.graph.increment_version([each[0] for each in updates])
-    outcome.watch(skipped)
-    launch(kind, jobs, skipped, most_ids, columns)
-
-
-def _write_job(update: RowUpdate, jobs: Any, number: int) -> None:
-    _, _, gradient, scalars, notes, at, _ = update
-    where: Any = gradient.at
-    p_at, m_at, v_at, u_at, counts_at, _, _, _, _ = at  # type: ignore[misc]  # `batches` has looked
-    _, note, notes_at = notes or _NO_NOTES
-    rows_at, count, row_count, g_at, g_stride, columns, position_bits, row_bits = where
-    _JOB.pack_into(
-        jobs, number * _JOB.size, rows_at, count, g_at, g_stride, position_bits, row_count, columns, row_bits,
-        p_at, m_at, v_at, u_at, counts_at, notes_at, note, scalars.key,
-        scalars.beta1, scalars.beta2, scalars.eps, scalars.step_size, scalars.shrink or 0.0, scalars.decay or 0.0,
-    )  # fmt: skip
-
-
-def catch_up(late: LateRows, place: Place, rows: Tensor | range) -> int | None:
-    """Bring these rows of a table and its moments from the steps in their notes to the schedule's."""
-    p_at, m_at, v_at, u_at, _, dtype, m_dtype, v_dtype, _ = place.at
-    row_count, kept, held = late.notes.numel(), late.kept, late.schedule.record
-    columns = late.param.numel() // max(1, row_count)
+def catch_up(pending: Any, rows: Tensor | range) -> bool:
+    """Bring these rows of a table from the steps in their notes to the schedule's; False if one is not in the table."""
+    table = pending.table
+    schedule = pending.schedule  # a handler that steps puts another in its place
+    told, *_held = schedule.timeline.told
     ids_at, first, last = (0, rows.start, rows.stop) if isinstance(rows, range) else (rows.data_ptr(), 0, rows.numel())
-    threads = _threads_for((last - first) * columns * dtype.itemsize)
-    number = _TYPES[compute_dtype(dtype, m_dtype, v_dtype)]
-    kind = catching_up.Kind(
-        _TYPES[dtype], _TYPES[m_dtype], _TYPES[v_dtype], number,
-        kept.first or None,
-        None if kept.second == "element" else True,
-        kept.amsgrad or None,
-        kept.is_rounded or None,
-        late.rounds_weights or None,
-    )  # fmt: skip
+    columns = pending.columns
+    threads = _threads_for((last - first) * columns * table.dtypes[0].itemsize)
+    kernel = pending.kernel
+    if kernel is None:
+        spec = table.spec
+        options = {
+            "momentum": spec.has_momentum,
+            "by_row": spec.is_by_row,
+            "amsgrad": spec.amsgrad,
+            "rounds_state": spec.is_rounded,
+            "rounds_weights": pending.rounds_weights,
+        }
+        stored, number = [_TYPES[dtype] for dtype in table.dtypes], _TYPES[compute_dtype(*table.dtypes)]
+        p, m, v = stored
+        kind = catching_up.Kind(p, m, v, number, **_none_if_off(options))
+        kernel = pending.kernel = catching_up.catching_up(kind)
     arguments = (
-        threads, ids_at, first, last, row_count, place.notes_at, p_at, m_at, v_at, u_at, columns, held[0], late.key,
-        workspace.totals(2 * threads, columns, number),
+        threads, ids_at, first, last, pending.told, schedule.step, schedule.window, told,
+        pending.key if pending.rounds else 0,
+        workspace.totals(2 * threads, columns, kernel.number),
     )  # fmt: skip
-    kernel, position = catching_up.catching_up(kind), -1
     if threads == 1:
-        position = kernel.part_kernel(0, *arguments)
-    else:
-        position = row_kernels.first_outside(ids_at, last, row_count) if ids_at else -1
-        kernel(threads, *arguments)
-    return None if position < 0 else int(rows.view(-1)[position])  # type: ignore[union-attr]  # a range is inside
+        return bool(kernel.part_kernel(0, *arguments))
+    if ids_at and catching_up.is_outside(ids_at, last, table.row_count):
+        return False
+    kernel(threads, *arguments)
+    return True
 
 
-def look_at(rows: Tensor, notes: Tensor, step: int) -> tuple[int | None, int]:
-    """The first of these row numbers that is not in the table, and how many name a row that is not up to date."""
-    found = catching_up.look_at_ids(rows.data_ptr(), rows.numel(), notes.numel(), notes.data_ptr(), step)
-    return (int(rows[found]), 0) if found >= 0 else (None, -1 - found)
+def window_after(path: Path, window: Window, step: tuple[float, float, float], timeline: Any, number: int) -> Window:
+    """The window after the ``number``-th step, which is written to the timeline unless it is there."""
+    length = path.window_length
+    after = Window(np.empty((7, length)), np.empty(length), np.empty((length + 1, COLUMNS)))
+    rate, root, kept = step
+    advance(
+        window[0], window[1], *after, path.powers, timeline.told[0], number if number > timeline.newest else 0,
+        rate, root, kept, path.tolerance, path.has_tiny_means,
+    )  # fmt: skip
+    return after
 
 
 def _threads_for(byte_count: int) -> int:

@@ -1,31 +1,35 @@
-"""One parameter whose rows wait: which step each row has reached, and the schedule it has to make up for."""
+"""What the rows of a table wait for: the step that each has reached, and the schedule that it has to make up for."""
 
 from __future__ import annotations
 
-import math
+import contextlib
+import functools
+import operator
 import weakref
+from collections.abc import Iterable
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from .._backends import Addresses, Backend, LateRows, Notes, admit_notes, admit_state
-from .._rules.adam import Kept
-from .._schedule import Schedule
-from .._state import DECAYING, State
-from .._torch_internals import is_faked, plainly, writes_to
+from .._backends import kernels, reference
+from .._rule import Rule
+from .._rules.rounding import step_key
+from .._schedule import Path, Schedule
+from .._state import MOMENTS, State, compute_dtype, count_tensor, counting, misfit
+from .._table import Table
+from .._torch_internals import is_faked, plainly, without_modes, writes_to
 from .._waiting import Keeper, Waiting, keeper_of, release, watch
 
 # How far, relative to a row's own deferred move, the series may be off before terms are added one by one.
 _TOLERANCE = {torch.float64: 1e-15}
 _TOLERANCE_BELOW_FLOAT64 = 1e-9
 
+_CALL = operator.methodcaller("__call__")
+
 # Notes per row are 32-bit numbers.
 _LAST_STEP = (1 << 31) - 2
-
-
-# The options that a row's path depends on besides lr and weight decay: betas, eps, amsgrad, and those that say what is
-# kept of it, and how that is rounded.
-Options = tuple[tuple[float, float], float, bool, str, torch.dtype | None, bool, int]
 
 
 class StaleRowsError(RuntimeError):
@@ -54,87 +58,62 @@ class StaleRowsError(RuntimeError):
     """
 
 
-def new_schedule(options: Options, dtype: torch.dtype, taken: int) -> Schedule:
-    """A schedule for a parameter that has taken so many steps."""
-    betas, eps, amsgrad, *_ = options
-    tolerance = _TOLERANCE.get(dtype, _TOLERANCE_BELOW_FLOAT64)
-    return Schedule(betas, eps, amsgrad=amsgrad, step=taken, tolerance=tolerance)
-
-
 class Deferral:
-    """The deferred steps of one parameter, under options and over rows that do not change.
+    """The steps that the rows of a table wait for, under options and over rows that do not change.
 
     Where options or rows do change, every row is brought up to date first, and then no row waits: the deferral ends,
     and another begins with the next step.
     """
 
-    def __init__(
-        self,
-        param: Tensor,
-        state: State,
-        lead: tuple[int, ...],
-        options: Options,
-        schedule: Schedule,
-        keeper: weakref.ref[Keeper],
-        kept: Kept,
-    ) -> None:
-        self.param, self.state, self.options, self.schedule = param, state, options, schedule
-        self._keeper = keeper
-        self._moments = {key: state[key] for key in DECAYING if key in state}
-        """The moments with which rows wait, even if the state is edited later."""
-        self.lead, self.row_count, self.dtype = lead, math.prod(lead), param.dtype
-        self.notes = torch.zeros(lead, dtype=torch.int32, device=param.device)
+    def __init__(self, table: Table, rule: Rule, schedule: Schedule, keeper: weakref.ref[Keeper]) -> None:
+        self.path, self.schedule, self._keeper = rule.path, schedule, keeper
+        self.notes = torch.zeros(table.lead, dtype=torch.int32, device=table.param.device)
         """Per row, the step of the schedule at which it was last up to date."""
-        *_, stochastic_rounding, seed = options
-        rounds_weights = stochastic_rounding and param.dtype.itemsize == 2
-        self._late = LateRows(param, self._moments, self.notes, schedule, kept, rounds_weights, seed)
+        self._seed, self.rounds_weights = rule.seed, rule.rounds_weights and table.param.dtype.itemsize == 2
+        self.rounds = self.rounds_weights or table.spec.is_rounded
         self._swept = 0
         self._writes = -1
         """The table's version counter after the last legitimate write; -1 if it is not tracked."""
         self._counts_writes = False
+        self._attach_to(table)
+
+    def _attach_to(self, table: Table) -> None:
+        self.table, self.columns = table, table.shape[1:].numel()
+        self._waiting = [table.param, *(table.slots[name] for name in MOMENTS if name in table.slots)]
+        self.kernel: Any = None
+        """The kernel that brings rows up to date, once one has been needed."""
+        table.tell_kernels(self.notes)
+        self.told = np.frombuffer(bytearray(table.words), np.int64)
+        table.pending = self
 
     @property
     def step(self) -> int:
         """How many steps this parameter has taken."""
-        return self.schedule.origin + self.schedule.step
+        return self.schedule.path.origin + self.schedule.step
 
-    def has_its_state(self, state: State | None) -> bool:
-        """Whether this is the state under which rows wait, and nobody has replaced what is in it."""
-        if state is None or state is not self.state:
-            return False
-        for key, moment in self._moments.items():  # noqa: SIM110  `all` takes twice as long
-            if state.get(key) is not moment:
-                return False
-        return True
+    @property
+    def key(self) -> int:
+        """The key of random rounding when rows catch up with the schedule."""
+        return step_key(self._seed, self.step)
 
-    def is_under(self, state: State | None, dtype: torch.dtype, options: Options) -> bool:
-        """Whether rows may go on waiting under this state, with these options and this dtype of the parameter."""
-        return (
-            self.has_its_state(state)
-            and options == self.options
-            and dtype == self.dtype
-            and self.schedule.step < _LAST_STEP  # or the notes run out of numbers
-        )
+    def goes_on(self, rule: Rule, taken: int) -> bool:
+        """Whether rows may go on waiting under this rule, in a table that has taken so many steps."""
+        is_same = self.path is rule.path or self.path == rule.path
+        return is_same and taken == self.step and self.schedule.step < _LAST_STEP  # or notes run out of numbers
 
-    def where(self, state: State) -> Addresses | None:
-        """What ``admit_state`` says of the table and this state."""
-        place = self._late.last_place() if self.has_its_state(state) else None
-        return admit_state(self.param, state) if place is None else place.at
-
-    def notes_for(self, count: int) -> Notes:
-        """What a ``count``-th step writes beside the rows that it moves."""
-        note = count - self.schedule.origin
-        place = self._late.place  # if they have been looked at, that is enough: nobody else has them
-        return admit_notes(self.notes, self.lead, note) if place is None else Notes(self.notes, note, place.notes_at)
+    def stale(self, rows: Tensor) -> int:
+        """How many of these row numbers name a row that is not up to date."""
+        return int((self.notes.view(-1)[rows] < self.schedule.step).sum())
 
     def accept_writes(self) -> None:
         """What has been written to the table until now was right."""
-        self._writes = writes_to(self.param) if self._counts_writes else -1
+        self._writes = writes_to(self.table.param) if self._counts_writes else -1
 
     def refuse_writes(self) -> None:
         """Raise if somebody has written to the table behind the back of ``watch``, while rows waited."""
-        is_written = self._writes >= 0 and writes_to(self.param) != self._writes
-        if is_written and keeper_of(self.param) is self._keeper():
+        if self._writes < 0 or writes_to(self.table.param) == self._writes:
+            return
+        if keeper_of(self.table.param) is self._keeper():
             raise RuntimeError(
                 "the table was written to through another tensor that shares its memory (a view, or what detach() "
                 "returned) while rows waited for their steps; expected writes through the parameter itself. Call "
@@ -143,44 +122,104 @@ class Deferral:
 
     def watch(self) -> None:
         """From now on rows may wait, once the step that begins now has been counted."""
-        if not isinstance(self.param, Waiting):
-            watch([self.param, *self._moments.values()], self.param, self._keeper)
+        param = self.table.param
+        if not isinstance(param, Waiting):
+            watch(self._waiting, param, self._keeper)
             # Tables that are cut from one buffer are counted together: nothing can be told of one of them.
-            self._counts_writes = self.param.untyped_storage().nbytes() == self.param.nbytes
+            self._counts_writes = param.untyped_storage().nbytes() == param.nbytes
         self._writes = -1  # the step itself writes
 
     def release(self) -> None:
         """No row waits."""
-        release([self.param, *self._moments.values()], self._keeper)
-        self._late.forget()
+        release(self._waiting, self._keeper)
 
-    def catch_up(self, rows: Tensor, backend: Backend) -> int | None:
-        """Bring these rows up to date, or return the first number that is not in the table."""
-        return backend.catch_up(self._late, rows)
+    def catch_up(self, rows: Tensor | range, implementation: Any = None) -> bool:
+        """Bring these rows up to date; False if one of them is not in the table."""
+        if not self.table.is_in_place():
+            self._look_again()
+        chosen = implementation or self.table.kernels or reference
+        return bool(chosen.catch_up(self, rows))
 
-    def flush(self, backend: Backend) -> None:
+    def _look_again(self) -> None:
+        """Raise unless what waits still belongs together, wherever it lies now."""
+        table = self.table
+        if table.param.shape[:1] != table.lead:
+            raise ValueError(
+                f"the parameter now has shape {tuple(table.param.shape)}; expected leading dimensions {table.lead}, as "
+                "in its state. To change the rows of a table, use the optimizer's grow, keep_rows or permute_rows"
+            )
+        state = {"step": self.step, **table.slots}  # with which rows wait, even if the optimizer's has been edited
+        if reason := misfit(state, table.param):
+            raise ValueError(reason)
+        self._attach_to(Table(table.param, state, table.spec, kernels()))
+
+    def flush(self, implementation: Any = None) -> None:
         """Bring every row up to date."""
-        if is_faked():
-            return
-        plainly(backend.catch_up, self._late, range(self.row_count))
-        self.release()
+        if not is_faked():
+            plainly(self.catch_up, range(self.table.row_count), implementation)
+            self.release()
 
-    def all_stepped(self) -> None:
-        """Note that the next step, which is about to be counted, has moved every row."""
-        self.notes.fill_(self.schedule.step + 1)
+    def count(self, schedule: Schedule) -> None:
+        """Go on with the schedule of the next step. Until rows move, it is a step in which none had a gradient."""
+        write, *arguments = counting(self.table.state, self.step + 1)
+        self.watch()
+        # To Python this is one call, and signals are handled between those.
+        list(map(_CALL, (functools.partial(write, *arguments), functools.partial(setattr, self, "schedule", schedule))))
+        self.watch()  # a signal's handler may have flushed in the meantime
 
-    def advance(self, count: int, lr: float | Tensor, weight_decay: float, backend: Backend) -> None:
-        """Count a step. The rows that it has moved have their notes already, and the others wait.
+    def sweep(self) -> None:
+        """Bring a few more rows up to date, in turn, so that no row waits longer than the schedule remembers.
 
-        ``count`` is how many the parameter has taken then. If this is interrupted, a second call takes it to its end.
+        At 10M rows that is 698 rows a step, which lie side by side; in a table of 100 rows, one in 143 steps.
         """
-        self.schedule.advance(lr, weight_decay, to=count - self.schedule.origin)
-        self.accept_writes()
-        # Bring a few more rows up to date, in turn, so that no row waits longer than the schedule remembers. At 10M
-        # rows that is 698 rows a step, which lie side by side; a table of 100 rows has one row's turn in 143 steps.
-        due = self.schedule.step * self.row_count // self.schedule.longest_wait
+        rows = self.table.row_count
+        due = self.schedule.step * rows // self.schedule.path.longest_wait
         while self._swept < due:
-            first = self._swept % self.row_count
-            last = min(first + due - self._swept, self.row_count)
-            backend.catch_up(self._late, range(first, last))
+            first = self._swept % rows
+            last = min(first + due - self._swept, rows)
+            self.catch_up(range(first, last))
             self._swept += last - first
+
+
+def begin(table: Table, rule: Rule, taken: int, others: Iterable[Deferral], keeper: weakref.ref[Keeper]) -> None:
+    """Let the rows of a table wait from now on; every row is up to date, after the steps taken so far."""
+    if not isinstance(table.state["step"], Tensor):
+        table.state["step"] = count_tensor(table.state["step"])
+    dtype = table.param.dtype
+    for other in others:  # one that begins at the same step takes the same
+        if (
+            other.step == taken
+            and not other.schedule.step
+            and other.path == rule.path
+            and other.table.dtypes[0] == dtype
+        ):
+            schedule = other.schedule
+            break
+    else:
+        tolerance = _TOLERANCE.get(dtype, _TOLERANCE_BELOW_FLOAT64)
+        schedule = Path(rule.betas, rule.eps, amsgrad=rule.amsgrad, step=taken, tolerance=tolerance).begin()
+    Deferral(table, rule, schedule, keeper)
+
+
+@torch.no_grad()
+def flush_orphans(deferrals: Iterable[Deferral]) -> None:
+    """Bring up to date what a dropped optimizer leaves behind.
+
+    Garbage collection calls this, in the middle of anything: of a compilation, of a launch, of a trace. So it waits for
+    no lock and compiles nothing, and takes the reference, in plain torch operations.
+    """
+    with without_modes():
+        for deferral in deferrals:
+            with contextlib.suppress(ValueError):  # the table was replaced by another: nothing waits in that one
+                deferral.flush(reference)
+            deferral.release()
+
+
+def raise_maximum(state: State, beta2: float) -> None:
+    """Raise amsgrad's maximum to what the next step without a gradient would make it.
+
+    It must not change while rows wait, and it would if amsgrad had been off while the moments grew.
+    """
+    largest, second = state["max_exp_avg_sq"], state["exp_avg_sq"]
+    wide = compute_dtype(largest.dtype, second.dtype)  # a state of 16 bits may have a maximum of 32
+    largest.copy_(torch.maximum(largest.to(wide), second.to(wide) * beta2))

@@ -12,22 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT, StateDict
 
-from .. import _backends
-from .._backends import Backend, Notes, Outcome, RowUpdate, admit, admit_state
 from .._commit import is_averaged
-from .._gradient import RowGradient, all_rows, nonzero_rows, outside_message, rows_of_first_dimension
+from .._gradient import RowGradient, all_rows, nonzero_rows, rows_of_first_dimension
 from .._optimizer import RowOptimizer
 from .._options import check_learning_rate, refuse_shared_weights
-from .._plan import DenseStep, Group, Plan, RowStep, is_kept_as_a_table, refuse_outside
+from .._rule import Rule
 from .._schedule import check_betas
-from .._state import State, set_count
+from .._state import State, StateSpec, misfit
+from .._table import Job, Table
 from .._torch_internals import is_faked, plainly
-from .._waiting import Waiting
-from .deferral import Deferral, StaleRowsError
-from .deferrals import Deferrals, flush_orphans, options_of, raise_maximum
-
-# A step's lr and weight decay.
-Rate = tuple[float | Tensor, float]
+from .deferral import Deferral, StaleRowsError, begin, flush_orphans, raise_maximum
 
 _WAYS_OUT = (
     "They were read before the last step, or in a way that cannot be seen (through an alias made earlier, a scripted "
@@ -35,6 +29,13 @@ _WAYS_OUT = (
     "opt.flush(param) before such a read. DistributedDataParallel's gradients name rows that other ranks have read: "
     "wrap the model by rowstep.distributed.ddp, or pass allow_stale=True"
 )
+
+
+def _stale_message(stale: int, count: int) -> str:
+    return (
+        f"{stale} of the gradient's {count} rows were not up to date when they were read; expected every row to be up "
+        f"to date. {_WAYS_OUT}"
+    )
 
 
 class DeferredAdam(RowOptimizer):
@@ -57,7 +58,7 @@ class DeferredAdam(RowOptimizer):
         params: parameters, named parameters or groups, as for any torch optimizer; or a module, for its parameters.
         lr: learning rate, a number or a one-element Tensor. Any schedule works, even one that changes at every step.
         betas: decay rates β₁ and β₂ of the two moments; β₁ must be below √β₂.
-        eps: ε, added to the bias-corrected √v. With sparse gradients it must be above 0.
+        eps: ε, added to the bias-corrected √v; above 0, or rows without a gradient would divide 0 by 0.
         weight_decay: refused unless 0 or decoupled. L2 added to the gradient cannot be deferred.
         amsgrad: normalise by the largest second moment so far.
         foreach: how torch steps parameters with dense gradients.
@@ -117,7 +118,6 @@ class DeferredAdam(RowOptimizer):
         seed: int = 0,
     ) -> None:
         self.allow_stale = allow_stale
-        self._begin_deferrals()
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -137,17 +137,16 @@ class DeferredAdam(RowOptimizer):
         }
         super().__init__(params.parameters() if isinstance(params, nn.Module) else params, defaults)
 
-    def _begin_deferrals(self) -> None:
-        self._deferrals = Deferrals(weakref.ref(self))
-        self._backend = _backends.in_plain_torch
-        """What made the last step, and brings rows up to date that are read; to choose anew takes 2 µs."""
-
     def __del__(self) -> None:
         """A model may outlive its optimizer: whatever rows still wait then are brought up to date."""
         if not sys.is_finalizing():
-            flush_orphans(vars(self).get("_deferrals", {}))
+            flush_orphans(_pending_in(vars(self).get("_tables", {})))
 
-    _zero_allowed = True  # for lr and eps, as torch's Adam has it
+    _zero_allowed = True  # as torch's Adam has it
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._self: weakref.ref[Any] = weakref.ref(self)
 
     def _check_group(self, group: Mapping[str, Any], where: str) -> None:
         super()._check_group(group, where)
@@ -159,7 +158,7 @@ class DeferredAdam(RowOptimizer):
             )
         beta1, beta2 = group["betas"]
         check_betas(float(beta1), float(beta2), amsgrad=group["amsgrad"], where=where)
-        _check_decay(group, where)
+        _check_decay(group["lr"], float(group["weight_decay"]), where)
 
     # Reading
 
@@ -181,25 +180,19 @@ class DeferredAdam(RowOptimizer):
             >>> optimizer.catch_up(table.weight, torch.tensor([4, 7]))
             >>> vectors = alias[[4, 7]]
         """
-        group = self._group_of(param)
+        self._group_of(param)
         if is_faked(ids):
             return
         with self._lock:
-            plainly(self._catch_up, param, ids, group)
-
-    def _catch_up(self, param: Tensor, ids: Tensor, group: Group) -> None:
-        self._finish_step()
-        rows = _numbers_of(ids, param)
-        deferral, state, backend = self._deferrals.get(param), self.state.get(param), self._backend
-        if deferral is not None:
-            deferral.refuse_writes()
-        if deferral is not None and deferral.is_under(state, param.dtype, options_of(group)):
-            outside = deferral.catch_up(rows, backend)
-        else:
-            outside = backend.first_outside(rows, _row_count(param))
-            if outside is None and deferral is not None:
-                self._deferrals.end(param, state, backend)
-        if outside is not None:
+            rows = plainly(_numbers_of, ids, param)
+            pending = self._pending(param)
+            if pending is None:
+                is_inside = not len(rows) or 0 <= int(rows.min()) <= int(rows.max()) < _row_count(param)
+            else:
+                plainly(pending.refuse_writes)
+                is_inside = plainly(pending.catch_up, rows)
+        if not is_inside:
+            outside = int(rows[(rows < 0) | (rows >= _row_count(param))][0])
             raise IndexError(f"id {outside} is outside the table; expected 0 <= id < {_row_count(param)}")
 
     def flush(self, param: Tensor | None = None) -> None:
@@ -222,176 +215,176 @@ class DeferredAdam(RowOptimizer):
         if param is not None:
             self._group_of(param)
         with self._lock:
-            self._flush(list(self._deferrals) if param is None else [param])
+            for pending in self._all_pending() if param is None else [self._pending(param)]:
+                if pending is not None:
+                    pending.flush()
 
-    def _settle(self, params: Iterable[Tensor]) -> None:
+    def _pending(self, param: Tensor) -> Deferral | None:
+        """What the rows of this parameter wait for."""
+        table = self._tables.get(id(param))
+        return None if table is None else table.pending
+
+    def _all_pending(self) -> list[Deferral]:
+        return _pending_in(self._tables)
+
+    def _settle(self, all_pending: Iterable[Deferral]) -> None:
         """Flush, unless somebody has written to a table behind our back."""
-        params = list(params)
-        for param in params:
-            if param in self._deferrals:
-                plainly(self._deferrals[param].refuse_writes)
-        self._flush(params)
+        for pending in all_pending:
+            plainly(pending.refuse_writes)
+        for pending in all_pending:
+            pending.flush()
 
-    def _flush(self, params: Sequence[Tensor]) -> None:
-        self._finish_step()
-        backend = _backends.chosen()
-        for param in params:
-            deferral = self._deferrals.going_on(param, self.state.get(param), self._find_group(param), backend)
-            if deferral is not None:
-                deferral.flush(backend)
+    def _end(self, pending: Deferral) -> None:
+        """Bring every row up to date, under what it has waited under, and defer no more.
+
+        If the state, or something in it, was cleared or replaced by hand, and the table has other rows now, none waits.
+        """
+        table = pending.table
+        state = self.state.get(table.param, {})
+        has_its_state = all(state.get(name) is slot for name, slot in table.slots.items())
+        if has_its_state or table.param.shape[:1] == table.lead:
+            pending.flush()
+        self._drop(pending)
+
+    def _drop(self, pending: Deferral) -> None:
+        """Defer no more, whatever waits."""
+        self._tables.pop(id(pending.table.param), None)
+        pending.release()
 
     def _bring_up_to_date(self, param: Tensor, ids: Tensor | None) -> bool:
         """Called before a waiting table is touched: by a lookup of ``ids``, ``plainly``, or as a whole if that is None.
 
         Invalid ids are left to the lookup itself, which has its own error message for them; then this returns False.
         """
-        group = self._find_group(param)
         with self._lock:
-            if ids is None or group is None:
-                self._settle([param])
-            elif not is_faked(ids):
-                try:
-                    self._catch_up(param, ids, group)
-                except (IndexError, TypeError):
-                    return False
-        return True
+            table = self._tables.get(id(param))
+            pending = None if table is None else table.pending
+            if pending is None:
+                return True
+            if ids is None:
+                self._settle([pending])
+                return True
+            if is_faked(ids):
+                return True
+            pending.refuse_writes()
+            try:
+                return bool(pending.catch_up(_numbers_of(ids, param)))
+            except TypeError:
+                return False
 
     def _accept_writes(self, param: Tensor) -> None:
         """Called when a lookup has written to the rows that it has read, as one with ``max_norm`` does."""
-        deferral = self._deferrals.get(param)
-        if deferral is not None:
-            deferral.accept_writes()
+        pending = self._pending(param)
+        if pending is not None:
+            pending.accept_writes()
 
     # Stepping
 
-    def _check_rate(self, group: Group, where: str) -> None:
-        check_learning_rate(group["lr"], zero_allowed=True, where=where)
+    def _rule_of(self, group: dict[str, Any], at: int) -> Rule:
+        rule = super()._rule_of(group, at)
+        lr = rule.lr
+        if type(lr) is float and not 0 <= lr < math.inf:
+            self._check_rate(lr, f" in group {at}")
+        if rule.weight_decay:
+            _check_decay(lr, rule.weight_decay, f" in group {at}")
+        return rule
 
-    def _check_again(self, group: Group, where: str) -> None:
-        super()._check_again(group, where)
-        _check_decay(group, where)  # for the lr of this step
+    def _check_rate(self, lr: Any, where: str) -> None:
+        check_learning_rate(lr, zero_allowed=True, where=where)
 
-    def _plans(self, backend: Backend) -> list[Plan]:
-        plans = super()._plans(backend)
-        # Those whose rows have not been waiting: something may have been done to their memory.
-        begin = {id(step.param) for plan in plans for step in plan.rows if not isinstance(step.param, Waiting)}
-        if begin:
-            refuse_shared_weights(self.param_groups, begin)
-        return plans
+    def _as_rows(self, param: Tensor, grad: Tensor, state: State, rule: Rule) -> tuple[RowGradient | None, bool, bool]:
+        dtype = getattr(state.get("exp_avg"), "dtype", grad.dtype)
+        if grad.is_sparse:
+            return rows_of_first_dimension(grad, param.dtype, dtype), True, True
+        in_a_table = rule.spec.is_a_tables(state, param)
+        if in_a_table or (rule.rounds_weights and param.dtype.itemsize == 2):
+            return all_rows(grad), True, in_a_table  # torch's Adam cannot take these
+        if dtype != grad.dtype:  # torch's Adam would find out in the middle of its step
+            raise TypeError(f"the gradient has dtype {grad.dtype}; expected {dtype}, the dtype of its state")
+        self._end_waiting(param, state)
+        return None, True, False
 
-    def _plan_parameter(
-        self, plan: Plan, param: Tensor, grad: Tensor, state: State, taken: int, backend: Backend
-    ) -> None:
-        deferral = self._deferrals.get(param)
-        at = admit_state(param, state) if deferral is None else deferral.where(state)
-        moment = state.get("exp_avg", grad)
-        gradient = rows_of_first_dimension(grad, param.dtype, moment.dtype) if grad.is_sparse else None
-        in_a_table = gradient is not None or is_kept_as_a_table(state, plan.group, param)
-        if gradient is None and (in_a_table or (plan.group["stochastic_rounding"] and param.dtype.itemsize == 2)):
-            gradient = all_rows(grad, tuple(param.shape[:1]))  # torch's Adam cannot take these
-        if gradient is None and moment.dtype != grad.dtype:  # torch's Adam would find out in the middle of its step
-            raise TypeError(f"the gradient has dtype {grad.dtype}; expected {moment.dtype}, the dtype of its state")
-        if gradient is not None and float(plan.group["eps"]) == 0:
-            raise ValueError(
-                "eps is 0; expected a number above 0 for sparse gradients, because dense Adam would divide 0 by 0 in "
-                "every row that has had no gradient yet"
-            )
-        count, notes = plan.count_after(param, taken), None
-        if deferral is not None and deferral.lead == param.shape[:1]:
-            deferral.refuse_writes()
-            notes = deferral.notes_for(count)
-            self._look_at(grad, gradient if grad.is_sparse else None, notes, deferral, backend)
-        elif gradient is not None:
-            refuse_outside(gradient, backend)
-        deferral = self._deferrals.going_on(param, self.state.get(param), plan.group, backend, taken)
-        if gradient is None:
-            plan.dense.append(DenseStep(param, grad))
+    def _ready_table(self, param: Tensor, state: State, spec: StateSpec, rule: Rule, count: int) -> Table | None:
+        table = self._tables.get(id(param))
+        if table is not None and table.pending is not None:
+            if table.spec is spec and table.fits(state) and table.pending.goes_on(rule, count - 1):
+                return table
+            self._end_waiting(param, state)
+        table = super()._ready_table(param, state, spec, rule, count)
+        return None if table is None or table.pending is None else table
+
+    def _end_waiting(self, param: Tensor, state: State) -> None:
+        """Bring a table up to date which the next step cannot leave waiting; raise if that step is going to fail."""
+        pending = self._pending(param)
+        if pending is not None:
+            if reason := misfit(state, param):
+                raise ValueError(reason)
+            self._refuse_stale(pending)
+            self._end(pending)
+
+    def _look_at_pending(self, pending: Deferral, gradient: RowGradient) -> None:
+        pending.refuse_writes()
+        is_dense = not pending.table.param.grad.is_sparse  # type: ignore[union-attr]
+        if is_dense:
+            self._refuse_stale(pending)  # by the rows that are not 0; the others may wait still
+        if is_dense or self.allow_stale or is_averaged(pending.table.param):
+            pending.catch_up(gradient.rows)
+
+    def _make_state(self, jobs: Sequence[Job]) -> None:
+        # Something may have been done to their memory.
+        refuse_shared_weights(self.param_groups, {id(job.param) for job in jobs if job.gradient is not None})
+        for pending in self._all_pending():  # let go of tables that are in no group any more
+            if not any(pending.table.param is param for param in self._all_params()):
+                self._end(pending)
+        super()._make_state(jobs)
+        for job in jobs:
+            if job.gradient is None:
+                continue
+            if job.spec.amsgrad:
+                raise_maximum(job.table.state, job.step.rule.betas[1])
+            begin(job.table, job.step.rule, job.step.count - 1, self._all_pending(), self._self)
+
+    def _flaw_of(self, job: Job) -> Exception:
+        rows = job.gradient.rows
+        if bool(((rows < 0) | (rows >= job.gradient.row_count)).any()):
+            return super()._flaw_of(job)
+        return StaleRowsError(_stale_message(job.table.pending.stale(rows), job.gradient.count))
+
+    def _count(self, jobs: Sequence[Job]) -> None:
+        all_pending: list[Deferral] = [job.table.pending for job in jobs]
+        after = []
+        for pending, job in zip(all_pending, jobs, strict=True):
+            after.append(pending.schedule.advanced(job.step.rule.lr, job.step.rule.weight_decay, pending.table.kernels))
+        for pending, schedule in zip(all_pending, after, strict=True):
+            pending.count(schedule)
+
+    def _ran(self, jobs: Sequence[Job], skipped: int) -> None:
+        for job in jobs:
+            job.table.pending.accept_writes()
+            job.table.pending.sweep()
+
+    def _refuse_stale(self, pending: Deferral) -> None:
+        """Raise if the gradient of a table that will not go on waiting names rows that were stale when they were read.
+
+        Only if it still is the table whose rows have waited.
+        """
+        param, grad = pending.table.param, pending.table.param.grad
+        if self.allow_stale or grad is None or param.shape[:1] != pending.table.lead:
             return
-        step = RowStep(param, gradient, plan.scalars(count, True, param, in_a_table=in_a_table), count)
-        if deferral is not None:
-            step.update = admit(param, state, gradient, at, step.scalars, notes, count)
-        plan.rows.append(step)
-
-    def _look_at(
-        self, grad: Tensor, gradient: RowGradient | None, notes: Notes, deferral: Deferral, backend: Backend
-    ) -> None:
-        """Raise if the gradient names a row that is not in the table, or one that was stale when it was read."""
-        if gradient is None and self.allow_stale:
-            return
-        gradient = gradient or nonzero_rows(grad)
-        outside, stale = backend.look_at(gradient, notes, deferral.schedule.step)
-        if outside is not None:
-            raise IndexError(outside_message(outside, deferral.row_count))
-        if stale and not self.allow_stale and not is_averaged(deferral.param):
-            raise StaleRowsError(
-                f"{stale} of the gradient's {len(gradient.rows)} rows were not up to date when they were read; "
-                f"expected every row to be up to date. {_WAYS_OUT}"
-            )
-
-    def _begin_rows(self, step: RowStep, group: Group) -> RowUpdate:
-        param, state = step.param, self.state[step.param]
-        self._forget_strangers()
-        has_history = "exp_avg" in state
-        self._convert(step, group, step.gradient.lead)
-        if has_history and step.scalars.kept.amsgrad:
-            raise_maximum(state, float(group["betas"][1]))
-        deferral = self._deferrals.begin(
-            param, state, step.gradient.lead, step.count - 1, group, step.scalars.kept
-        )  # fmt: skip
-        at, notes = admit_state(param, state), deferral.notes_for(step.count)
-        return admit(param, state, step.gradient, at, step.scalars, notes, step.count)
-
-    def _prepare(self, updates: Sequence[RowUpdate], backend: Backend) -> None:
-        for update in updates:
-            deferral = self._deferrals[update.param]
-            deferral.watch()  # before anything can wait
-            # A gradient of all rows came dense: what it does not concern may wait still.
-            names_all = len(update.gradient.rows) >= deferral.row_count
-            if names_all or self.allow_stale or is_averaged(update.param):
-                deferral.catch_up(update.gradient.rows, backend)
-
-    def _forget_strangers(self) -> None:
-        """Settle and let go of tables that are in no group any more, as one that was replaced by a longer one."""
-        for param in [param for param in self._deferrals if self._find_group(param) is None]:
-            self._deferrals.end(param, self.state.get(param), _backends.chosen())
-            self._places.pop(param, None)
-
-    def _counter(self, updates: Sequence[RowUpdate], group: Group, backend: Backend) -> Callable[[Outcome], None]:
-        rate, self._backend = _rate(group), backend
-        deferrals = [self._deferrals[update.param] for update in updates]
-
-        def count(outcome: Outcome) -> None:
-            for deferral, update in zip(deferrals, updates, strict=True):
-                deferral.watch()  # a signal's handler may have flushed in the meantime
-                self._count(deferral, update.steps, rate, backend)
-
-        return count
-
-    def _count(self, deferral: Deferral, count: int, rate: Rate, backend: Backend) -> None:
-        """Note that the parameter has taken its ``count``-th step; a second call changes nothing more."""
-        deferral.advance(count, *rate, backend)
-        set_count(deferral.state, count)
-
-    def _step_dense(self, steps: list[DenseStep], group: Group, backend: Backend) -> None:
-        deferrals = [self._deferrals[step.param] for step in steps if step.param in self._deferrals]
-        for deferral in deferrals:
-            deferral.flush(backend)
-        rate = _rate(group)
-
-        def count() -> None:
-            for deferral in deferrals:
-                if int(deferral.state["step"]) > deferral.step:
-                    deferral.all_stepped()
-                    self._count(deferral, deferral.step + 1, rate, backend)
-
-        super_step = super()._step_dense
-        self._and_finish(lambda: super_step(steps, group, backend), count)
+        pending.refuse_writes()
+        rows = (rows_of_first_dimension(grad) if grad.is_sparse else nonzero_rows(grad)).rows
+        rows = rows[(rows >= 0) & (rows < pending.table.row_count)]
+        stale = 0 if is_averaged(param) else pending.stale(rows)
+        if stale:
+            raise StaleRowsError(_stale_message(stale, len(rows)))
 
     def _operate(self, param: Tensor, change: Callable[[State], None]) -> None:
         self._group_of(param)
         with self._lock:
-            self._settle([param])
-            self._deferrals.drop(param)  # no row waits any more, and the next step begins another
+            pending = self._pending(param)
+            if pending is not None:
+                self._settle([pending])
+                self._drop(pending)  # no row waits any more, and the next step begins another
             super()._operate(param, change)
 
     # Copies and checkpoints
@@ -399,23 +392,17 @@ class DeferredAdam(RowOptimizer):
     def state_dict(self) -> StateDict:
         """Flush, and return a state dict that torch.optim.Adam (or AdamW) and this class can load."""
         with self._lock:
-            self._settle(self._deferrals)
+            self._settle(self._all_pending())
             return super().state_dict()
 
     def _loaded(self, given: StateDict) -> None:
-        backend = _backends.chosen()
-        for param in list(self._deferrals):
-            self._deferrals.end(param, self.state.get(param), backend)
+        for pending in self._all_pending():
+            self._end(pending)
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
-            self._settle(self._deferrals)
+            self._settle(self._all_pending())
             return super().__getstate__() | {"allow_stale": self.allow_stale}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if "allow_stale" in state:  # a copy or an unpickled optimizer, not a loaded state dict
-            self._begin_deferrals()
 
 
 class DeferredAdamW(DeferredAdam):
@@ -525,15 +512,13 @@ def _numbers_of(ids: Tensor, param: Tensor) -> Tensor:
     return numbers.to(device=param.device, dtype=torch.int64).contiguous()
 
 
-def _rate(group: Group) -> Rate:
-    """What a step is counted with, even if it is counted late: a schedule may have changed the group by then."""
-    lr = group["lr"]
-    return lr.clone() if isinstance(lr, Tensor) else lr, float(group["weight_decay"])
+def _pending_in(tables: Mapping[int, Table]) -> list[Deferral]:
+    return [table.pending for table in tables.values() if table.pending is not None]
 
 
-def _check_decay(group: Mapping[str, Any], where: str) -> None:
+def _check_decay(lr: Any, weight_decay: float, where: str) -> None:
     # In the lr's own dtype, as the step will compute it.
-    decay = group["lr"] * float(group["weight_decay"])
+    decay = lr * weight_decay
     if float(1 - decay) <= 0:
         raise ValueError(
             f"lr * weight_decay is {float(decay)}{where}; expected less than 1, so that weights keep their sign. "

@@ -37,14 +37,15 @@ from .._schedule import (
     ROOT_AT,
     SAFE,
     SCALARS,
-    STEP,
-    WINDOW_AT,
 )
 from .cache import kernel
 from .floats import narrow, store, widen
 from .pointers import address_of, pointer, prefetch
 from .pool import OverThreads
 from .rounding import first_bits, second_bits, state_key, weights_key
+from .rows import COLUMNS as COLUMN_COUNT
+from .rows import M_AT, NOTES_AT, P_AT, U_AT, V_AT
+from .rows import ROW_COUNT as TABLE  # the first of a table's words
 
 _ROWS_AHEAD = 8
 _NOTES_AHEAD = 32
@@ -81,17 +82,23 @@ def catching_up(kind: Kind) -> OverThreads:
     # The smallest number that has all its digits, and the smallest of all.
     normal, tiny = (2.0**-126, 2.0**-149) if n_size == 4 else (2.0**-1022, 2.0**-1074)
 
-    def catch_up_part(
-        part, parts, ids_at, first, last, row_count, notes_at, p_at, m_at, v_at, u_at, columns, schedule, key, scratch
-    ):
+    def catch_up_part(part, parts, ids_at, first, last, table, step, window, timeline, key, scratch):
         """Bring rows first..last-1 up to date or, where there are ids, the rows that ids first..last-1 name.
 
-        If an id is outside the table, nothing is done; its position is returned, and else -1.
+        ``table`` holds the table's words of a job. If an id is outside of it, nothing is done, and 0 is returned.
         """
-        schedule_at = address_of(schedule)
-        words = pointer(schedule_at, types.int64)
-        scalars = pointer(schedule_at + SCALARS * 8, types.float64)
-        step, length, capacity = words[STEP], words[LENGTH], words[CAPACITY]
+        notes_at, p_at, m_at, v_at, u_at = (
+            table[NOTES_AT - TABLE],
+            table[P_AT - TABLE],
+            table[M_AT - TABLE],
+            table[V_AT - TABLE],
+            table[U_AT - TABLE],
+        )
+        columns = table[COLUMN_COUNT - TABLE]
+        timeline_at, window_at = address_of(timeline), address_of(window)
+        words = pointer(timeline_at, types.int64)
+        scalars = pointer(timeline_at + SCALARS * 8, types.float64)
+        length, capacity = words[LENGTH], words[CAPACITY]
         decayed, rate = pointer(words[DECAYED_AT], types.float64), pointer(words[RATE_AT], types.float64)
         correction = pointer(words[ROOT_AT], types.float64)
         beta1_powers = pointer(words[BETA1_POWERS_AT], types.float64)
@@ -103,13 +110,11 @@ def catching_up(kind: Kind) -> OverThreads:
         dust, zero, one = N(min(normal, scalars[EPS] * DUST_OF_EPS)), N(0), N(1)
         now = decayed[step % capacity]
         if ids_at != 0:
-            outside, limit = np.uint64(0), np.uint64(row_count)
+            outside, limit = np.uint64(0), np.uint64(table[0])
             for position in range(first, last):
                 outside |= np.uint64(np.uint64(ids[position]) >= limit)
             if outside:
-                for position in range(first, last):
-                    if np.uint64(ids[position]) >= limit:
-                        return position
+                return 0
         else:
             first, last = first + (last - first) * part // parts, first + (last - first) * (part + 1) // parts
         for position in range(first, last):
@@ -127,7 +132,7 @@ def catching_up(kind: Kind) -> OverThreads:
                         prefetch(v_at + ahead * v_bytes, v_bytes)
                 if row % parts != part:
                     continue
-            if notes[row] >= step:  # it may be ahead, in a step that is made and not counted yet
+            if notes[row] >= step:
                 continue
 
             # What the row has missed: its coefficients, and what decay leaves of its weights and moments.
@@ -135,7 +140,7 @@ def catching_up(kind: Kind) -> OverThreads:
             gap = step - start
             notes[row] = np.int32(step)
             kept, aged, count = math.exp(now - decayed[start % capacity]), 1.0, min(gap, length)
-            terms = pointer(words[WINDOW_AT] + count * COLUMNS * 8, types.float64)
+            terms = pointer(window_at + count * COLUMNS * 8, types.float64)
             if gap > length:
                 terms = pointer(words[FROZEN_AT] + start % capacity * COLUMNS * 8, types.float64)
                 aged = math.exp(now - decayed[(start + length) % capacity])
@@ -231,18 +236,18 @@ def catching_up(kind: Kind) -> OverThreads:
                         store(v, c, widen(v[c], N) * beta2_rest, V, None)
             if is_by_row:
                 v[0] = narrow(widen(v[0], N) * beta2_power * beta2_rest, V)
-        return -1
+        return 1
 
     catch_up_part.__name__ = catch_up_part.__qualname__ = kind.name
-    return OverThreads(kernel(catch_up_part))
+    made = OverThreads(kernel(catch_up_part))
+    made.number = str(N)
+    return made
 
 
 @kernel
-def look_at_ids(ids_at, count, row_count, notes_at, step):
-    """The position of the first id that is not in the table, or else -1 - n if n of them name a row that waits."""
-    ids, notes, stale = pointer(ids_at, types.int64), pointer(notes_at, types.int32), 0
+def is_outside(ids_at, count, row_count):
+    """Whether one of the ids is not in the table."""
+    ids, outside = pointer(ids_at, types.int64), False
     for position in range(count):
-        if np.uint64(ids[position]) >= np.uint64(row_count):
-            return position
-        stale += notes[ids[position]] < step
-    return -1 - stale
+        outside |= np.uint64(ids[position]) >= np.uint64(row_count)
+    return outside

@@ -35,6 +35,8 @@ class OverThreads:
 
     def __init__(self, part_kernel: Any) -> None:
         self.part_kernel = part_kernel
+        self.number = ""
+        """The type that it computes with, where callers have to make room to compute in."""
 
         def on_pool(pool, threads, parts, *arguments):
             call_for_parts(pool, threads, parts, part_kernel, arguments)

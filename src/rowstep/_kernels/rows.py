@@ -34,11 +34,11 @@ from .pool import OverThreads
 from .rounding import first_bits, second_bits, state_key, weights_key
 from .vectors import sum_of_squares
 
-# The words of a job: where the gradient is, what the table is like, where it and its state are, the note that its rows
-# get, the key of random rounding, and scalars.
-ROWS_AT, COUNT, G_AT, G_STRIDE, POSITION_BITS = range(5)
-ROW_COUNT, COLUMNS, ROW_BITS, P_AT, M_AT, V_AT, U_AT, COUNTS_AT, NOTES_AT = range(5, 14)
-NOTE, KEY = 14, 15
+# The words of a job. Of the gradient: where it is, and the note that its rows get. Of the table: what it is like, and
+# where it and its state are. Of the step: the key of random rounding, and scalars.
+ROWS_AT, COUNT, G_AT, G_STRIDE, POSITION_BITS, NOTE = range(6)
+ROW_COUNT, COLUMNS, ROW_BITS, P_AT, M_AT, V_AT, U_AT, COUNTS_AT, NOTES_AT = range(6, 15)
+KEY = 15
 BETA1, BETA2, EPS, STEP_SIZE, SHRINK, DECAY = range(16, 22)
 JOB_WORDS = 22
 JOB_BYTES = JOB_WORDS * 8
@@ -236,7 +236,10 @@ def over_rows(kind: Kind) -> OverThreads:
                     if not is_finite or not is_step:
                         continue
 
-                # Step the row.
+                # Step the row, unless a signal's handler has brought it past this step.
+                notes = pointer(job[NOTES_AT], types.int32)
+                if is_noted and notes[row] >= job[NOTE]:
+                    continue
                 step_size, eps = scalars[STEP_SIZE], scalars[EPS]
                 if is_counted:
                     row_counts = pointer(job[COUNTS_AT], types.int64)
@@ -277,22 +280,30 @@ def over_rows(kind: Kind) -> OverThreads:
                     store(v, c, v_c, V, second_bits(bits))
                     store(u, c, u_c, V, second_bits(bits))  # by the bits of v, whose maximum it is
                 if is_noted:
-                    pointer(job[NOTES_AT], types.int32)[row] = np.int32(job[NOTE])
+                    notes[row] = np.int32(job[NOTE])
         results[part] = result
 
     over_rows_part.__name__ = over_rows_part.__qualname__ = kind.name
-    return OverThreads(kernel(over_rows_part))
+    made = OverThreads(kernel(over_rows_part))
+    made.number = str(N)
+    return made
 
 
 @kernel
-def first_outside(rows_at, count, row_count):
-    """The position of the first row number that is not in the table, or -1."""
-    # As an unsigned number a negative one is large: one comparison finds both kinds, and the loop vectorises.
-    rows, limit, outside = pointer(rows_at, types.int64), np.uint64(row_count), np.uint64(0)
-    for position in range(count):
-        outside |= np.uint64(np.uint64(rows[position]) >= limit)
-    if outside:
-        for position in range(count):
-            if np.uint64(rows[position]) >= limit:
-                return position
+def first_flawed(jobs):
+    """The first job that names a row outside its table or, where rows have notes, one that has not reached the step
+    before; -1 if there is none.
+    """
+    for number in range(jobs.size // JOB_WORDS):
+        job = pointer(address_of(jobs) + number * JOB_BYTES, types.int64)
+        rows, limit, flawed = pointer(job[ROWS_AT], types.int64), np.uint64(job[ROW_COUNT]), np.uint64(0)
+        for position in range(job[COUNT]):
+            # As an unsigned number a negative one is large: one comparison finds both kinds, and the loop vectorises.
+            flawed |= np.uint64(np.uint64(rows[position]) >= limit)
+        if job[NOTES_AT] != 0 and not flawed:
+            notes = pointer(job[NOTES_AT], types.int32)
+            for position in range(job[COUNT]):
+                flawed |= np.uint64(notes[rows[position]] + 1 < job[NOTE])
+        if flawed:
+            return number
     return -1

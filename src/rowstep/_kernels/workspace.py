@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from . import rows, share
+from .pool import OverThreads
 
 # Below this many bytes of gradient, waking threads costs more than they save.
 PARALLEL_FROM_BYTES = 128 << 10
@@ -42,19 +43,19 @@ class Workspace(threading.local):
     def __init__(self) -> None:
         self._keys = Keys(0)
         self._not_kept = self._too_large_for = 0
-        self._totals: dict[tuple[int, int, Any], Any] = {}
+        self._totals: dict[tuple[int, int, str], Any] = {}
         self._totals_bytes = 0
 
-    def totals(self, parts: int, columns: int, dtype: Any) -> Any:
+    def totals(self, parts: int, columns: int, dtype: str) -> Any:
         """For each part of the work a row to sum in."""
         key = parts, columns, dtype
         totals = self._totals.get(key)
         if totals is None:
-            totals = np.empty((parts, columns), str(dtype))
+            totals = np.empty((parts, columns), dtype)
             self._keep(key, totals)
         return totals
 
-    def _keep(self, key: tuple[int, int, Any], totals: Any) -> None:
+    def _keep(self, key: tuple[int, int, str], totals: Any) -> None:
         if totals.nbytes > _KEPT_TOTALS_BYTES:
             return
         if self._totals_bytes + totals.nbytes > _KEPT_TOTALS_BYTES:
@@ -92,17 +93,24 @@ workspace = Workspace()
 _ALONE = np.empty(0, np.int64)
 
 
-def launch(kind: rows.Kind, jobs: Any, results: Any, most_ids: int, columns: int, power: float = 0.0) -> None:
-    """Run the kernel of a kind over the jobs, of which none has more ids or columns than this.
+Room = tuple[Any, Any, Keys, Any]
+"""What a launch needs besides its jobs: results, of which each thread leaves one, pieces of work, keys and totals."""
 
-    There is a thread for each of the ``results``, which leaves its own there. All memory that the kernel takes by
-    address is held here until it has returned.
-    """
-    threads = results.size
-    totals = workspace.totals(threads, columns, kind.number)
-    if threads == 1:
-        pieces, keys = _ALONE, workspace.keys(most_ids + 1)
-    else:
+
+def reserve(kernel: OverThreads, jobs: Any, threads: int, most_ids: int, columns: int) -> Room:
+    """Room for a launch over these jobs, of which none has more ids or columns than this."""
+    pieces, size = _ALONE, most_ids + 1
+    if threads > 1:
         pieces = np.empty(share.room_for_pieces(jobs.size // rows.JOB_WORDS, threads), np.int64)
-        keys = workspace.keys(share.share(jobs, threads, pieces))
-    rows.over_rows(kind)(threads, results, jobs, pieces, keys.at, keys.spare_at, totals, power)
+        size = share.share(jobs, threads, pieces)
+    return np.zeros(threads), pieces, workspace.keys(size), workspace.totals(threads, columns, kernel.number)
+
+
+def launch(kernel: OverThreads, jobs: Any, room: Room, power: float = 0.0) -> Any:
+    """Run a kernel over the jobs, on a thread for each of the results, and return those."""
+    results, pieces, keys, totals = room
+    if results.size == 1:
+        kernel.part_kernel(0, results, jobs, pieces, keys.at, keys.spare_at, totals, power)
+    else:
+        kernel(results.size, results, jobs, pieces, keys.at, keys.spare_at, totals, power)
+    return results

@@ -163,13 +163,8 @@ class Adam:
         return dict(zip(_SETTINGS, settings, strict=True))
 
     def _scalars(self) -> Scalars:
-        return scalars(
-            **self._settings(),
-            step=self._step,
-            maximize=False,
-            decoupled_weight_decay=self.decoupled_weight_decay,
-            as_dense=True,
-        )
+        lr, betas, eps, weight_decay = self._settings().values()
+        return scalars(lr, betas, eps, self._step, weight_decay, self.decoupled_weight_decay, as_dense=True)
 
     def _moments_of(self, name: str, param: FloatArray) -> Moments:
         """The moments of this name, laid out in memory as the parameter is where that is C or Fortran order."""

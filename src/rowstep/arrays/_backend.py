@@ -21,4 +21,4 @@ def chosen(p: FloatArray, g: FloatArray) -> Any:
 @functools.cache
 def _load(name: str) -> Any:
     package = __name__.rpartition(".")[0]
-    return choose(name, f"{package}._compiled", f"{package}._reference", stacklevel=4)
+    return choose(name, f"{package}._compiled", f"{package}._reference")

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from .._kernels.dense import over_elements
 from .._kernels.pool import numba_threads
-from .._kernels.rows import JOB_WORDS, Kind
-from .._kernels.workspace import PARALLEL_FROM_BYTES, launch
+from .._kernels.rows import BETA1, JOB_WORDS, Kind, over_rows
+from .._kernels.workspace import PARALLEL_FROM_BYTES, launch, reserve
 from .._rules.adam import Scalars
 from . import _reference
 from ._checks import FloatArray
@@ -52,21 +52,22 @@ def step_rows(
     columns = math.prod(p.shape[1:])
     g = _addressable(g.reshape(len(rows), columns))
     job = np.zeros(JOB_WORDS, np.int64)
-    job[:11] = (
-        rows.ctypes.data, len(rows), g.ctypes.data, g.strides[0], (len(rows) - 1).bit_length(),
+    job[:12] = (
+        rows.ctypes.data, len(rows), g.ctypes.data, g.strides[0], (len(rows) - 1).bit_length(), 0,
         len(p), columns, (len(p) - 1).bit_length(), p.ctypes.data, m.ctypes.data, v.ctypes.data,
     )  # fmt: skip
-    job[-6:].view(np.float64)[:] = _numbers(scalars)
+    job[BETA1:].view(np.float64)[:] = _numbers(scalars)
+    job.flags.writeable = False  # so that kernels of the torch optimizers serve here too
     stored, (shrink, decay) = _TYPES[p.dtype.char], _terms(scalars)
     kind = Kind(
         stored, stored, stored, _TYPES[g.dtype.char], types.float64, shrink=shrink, decay=decay, as_dense=True
     )  # fmt: skip
-    launch(kind, job, np.empty(_threads_for(g)), len(rows), columns)
+    kernel = over_rows(kind)
+    launch(kernel, job, reserve(kernel, job, _threads_for(g), len(rows), columns))
 
 
 def _numbers(scalars: Scalars) -> tuple[float, ...]:
-    terms = scalars.shrink or 0.0, scalars.decay or 0.0
-    return scalars.beta1, scalars.beta2, scalars.eps, scalars.step_size, *terms
+    return tuple(number or 0.0 for number in scalars)
 
 
 def _terms(scalars: Scalars) -> tuple[bool | None, bool | None]:

@@ -30,13 +30,13 @@ from torch.distributed.tensor import DTensor, zeros
 from .._layout import RowOrder, is_spread
 from .._optimizer import RowOptimizer
 from .._part import ROW_ORDER
-from .._state import BY_ROW, MOMENTS, OF_MOMENTS
+from .._state import MOMENTS, SLOTS
 from . import _exchange
 from ._operation import Operation
 from ._placement import Blocks
 
-_PER_ROW = frozenset(BY_ROW) - frozenset(MOMENTS)
-_SECOND_MOMENTS = tuple(name for name in OF_MOMENTS if name.startswith("exp_avg_sq"))
+_PER_ROW = frozenset(name for name, slot in SLOTS.items() if slot.is_per_row)
+_SECOND_MOMENTS = tuple(name for name in MOMENTS if name.startswith("exp_avg_sq"))
 
 _LOADING = Operation("loading of a checkpoint")
 _ALONE = "torch.distributed is disabled, unavailable or uninitialized"  # what torch warns of in a single process
@@ -166,7 +166,7 @@ class _Planner(DefaultLoadPlanner):
         """
         place, _, own_name = beside.rpartition(".")
         *way, last = self.mappings[beside]
-        for name in (*OF_MOMENTS, "row_step"):
+        for name in SLOTS:
             key, path = f"{place}.{name}", (*way, str(last).removesuffix(own_name) + name)
             written = metadata.state_dict_metadata.get(key)
             if isinstance(written, TensorStorageMetadata) and not self._has_place_for(key, written):
@@ -196,7 +196,7 @@ class _Planner(DefaultLoadPlanner):
     def _is_kept_otherwise(self, place: str, metadata: Metadata) -> bool:
         """Whether the checkpoint has a second moment of another kind than the state here: then theirs is loaded."""
         own = {name for name in _SECOND_MOMENTS if f"{place}.{name}" in {*self.state_dict, *self._dropped}}
-        written = {name for name in OF_MOMENTS if f"{place}.{name}" in metadata.state_dict_metadata}
+        written = {name for name in MOMENTS if f"{place}.{name}" in metadata.state_dict_metadata}
         return bool(written & {*_SECOND_MOMENTS}) and (own != written & {*_SECOND_MOMENTS} or "exp_avg" not in written)
 
     def _zeros(self, key: str, beside: Tensor, written: TensorStorageMetadata) -> Tensor:
@@ -213,7 +213,7 @@ class _Planner(DefaultLoadPlanner):
     def _is_table(self, key: str) -> bool:
         """Whether this has the rows of a table that is sharded here, or was where it was saved."""
         place, _, name = key.rpartition(".")
-        return (place in self._own or place in self._saved) and name in ("weight", *BY_ROW)
+        return (place in self._own or place in self._saved) and name in ("weight", *SLOTS)
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None

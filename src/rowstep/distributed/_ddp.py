@@ -22,7 +22,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._commit import note_ddp
 from .._part import ROW_ORDER
-from .._torch_internals import after_backward, entries_of, hidden_from_ddp, hide_from_ddp, parameters_of_ddp
+from .._torch_internals import (
+    after_backward,
+    hidden_from_ddp,
+    hide_from_ddp,
+    indices_of,
+    parameters_of_ddp,
+    values_of,
+)
 from . import _exchange
 from ._dedupe import dedupe, sum_duplicates
 from ._operation import Operation
@@ -51,7 +58,7 @@ def _average(
 
 
 def _mean_over_ranks(gradient: Tensor, group: ProcessGroup) -> Tensor:
-    indices, values = entries_of(gradient)
+    indices, values = indices_of(gradient), values_of(gradient)
     rows = indices[0]
     found = dedupe(rows)
     indices, sums = _exchange.gather_uneven(group, found.numbers, sum_duplicates(values, found))

@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from .._torch_internals import after_backward, entries_of, number_of_backward, parameters_of_ddp
+from .._torch_internals import after_backward, number_of_backward, parameters_of_ddp, values_of
 
 
 def give_empty_gradients(wrapped: DistributedDataParallel, tables: Sequence[Tensor]) -> None:
@@ -62,7 +62,7 @@ class _EmptyGradients:
 
     def _take_back(self) -> None:
         for table, empty in self._given:
-            if table.grad is empty and not len(entries_of(empty)[1]):
+            if table.grad is empty and not len(values_of(empty)):
                 table.grad = None
         self._given.clear()
 

@@ -1,6 +1,6 @@
 """The specification: both updates in plain torch operations, on any device, dtype and layout."""
 
-from .adam import first_outside, has_nonfinite, norm, update
-from .catch_up import catch_up, look_at
+from .adam import Launch, first_outside, has_nonfinite, norm
+from .catch_up import catch_up
 
-__all__ = ["catch_up", "first_outside", "has_nonfinite", "look_at", "norm", "update"]
+__all__ = ["Launch", "catch_up", "first_outside", "has_nonfinite", "norm"]

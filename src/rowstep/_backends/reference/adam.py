@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from ..._gradient import RowGradient
+from ..._rule import Step
 from ..._rules import adam
-from ..._rules.adam import Scalars
-from ..._state import State, compute_dtype
-from ..gate import RowUpdate
-from ..outcome import Outcome
+from ..._state import compute_dtype
+from ..._table import Job
 from .rounding import Noise
 
 
-def first_outside(rows: Tensor, row_count: int) -> int | None:
-    """The first of these row numbers that is not in a table of so many rows."""
-    outside = (rows < 0) | (rows >= row_count)
+def first_outside(gradient: RowGradient) -> int | None:
+    """The first row number of a gradient that is not in its table."""
+    rows = gradient.rows
+    outside = (rows < 0) | (rows >= gradient.row_count)
     return int(rows[outside][0]) if outside.any() else None
 
 
@@ -43,72 +43,80 @@ def norm(gradient: RowGradient, power: float) -> float:
     return float(torch.linalg.vector_norm(numbers, power))
 
 
-def update(updates: Sequence[RowUpdate], outcome: Outcome) -> None:
-    """Step the rows that the gradient of a single update names, in place."""
-    ((param, state, gradient, scalars, notes, _, _),) = updates
-    dtype = _dtype_of(param, state, gradient)
-    rows, g, skipped = _finite_rows(gradient, scalars, dtype)
-    table = RowsOf(gradient.lead, rows)
+class Launch:
+    """One job: this implementation makes one after the other."""
+
+    def __init__(self, job: Job) -> None:
+        self.jobs = [job]
+
+    def first_flawed(self) -> Job | None:
+        """The job, if it names a row outside its table, or one that waits."""
+        (job,) = self.jobs
+        gradient, pending = job.gradient, job.table.pending
+        is_flawed = first_outside(gradient) is not None or (pending is not None and pending.stale(gradient.rows) > 0)
+        return job if is_flawed else None
+
+    def reserve(self) -> None:
+        """Nothing is reserved here: what a step takes of memory is written at its end, or not at all."""
+
+    def run(self) -> int:
+        """Step the rows; return how many were skipped."""
+        return update(*self.jobs)
+
+
+def update(job: Job) -> int:
+    """Step the rows that the gradient of a job names, in place; return how many were skipped."""
+    table, step, gradient = job.table, job.step, job.gradient
+    param, slots, spec, rule, scalars = table.param, table.slots, table.spec, step.rule, step.scalars
+    dtype = compute_dtype(*table.dtypes, gradient.values.dtype)
+    rows, g = _sum_duplicates(gradient, dtype)
+    is_stepped = torch.ones_like(rows, dtype=torch.bool)
+    if rule.skips_nonfinite:
+        is_stepped = g.isfinite().all(dim=1)
+    skipped = len(rows) - int(is_stepped.sum())
+    if table.pending is not None:  # unless a signal's handler has brought a row past this step
+        is_stepped &= table.pending.notes.view(-1)[rows] < job.note
+    rows, g = rows[is_stepped], g[is_stepped]
+    place = RowsOf(gradient.lead, rows)
     changes: list[tuple[Tensor, Tensor]] = []
     step_size: float | Tensor = scalars.step_size
     eps: float | Tensor = scalars.eps
-    if scalars.per_row:
-        count = table.read(state["row_step"], torch.int64) + 1
-        changes.append((state["row_step"], count))
-        step_size, eps = _corrected_by(count, scalars, dtype)
-    places = [state.get(name) for name in _slots_of(scalars)]
-    p, (m, v, u) = table.read(param, dtype), (None if place is None else table.read(place, dtype) for place in places)
-    if scalars.kept.second != "element":
-        r = _rows_second_moment(p, table.read(state["exp_avg_sq_row"], dtype), g, scalars)
-        changes.append((state["exp_avg_sq_row"], r))
+    if rule.is_per_row:
+        count = place.read(slots["row_step"], torch.int64) + 1
+        changes.append((slots["row_step"], count))
+        step_size, eps = _corrected_by(count, step, dtype)
+    p = place.read(param, dtype)
+    if spec.is_by_row:
+        r = _rows_second_moment(p, place.read(slots["exp_avg_sq_row"], dtype), g, step)
+        changes.append((slots["exp_avg_sq_row"], r))
         step_size = step_size / (r.sqrt() + eps)
+    places = [slots.get(name) for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
+    m, v, u = (None if slot is None else place.read(slot, dtype) for slot in places)
     after = adam.update(
         p, m, v, u, g,
         1 - scalars.beta1, scalars.beta2, 1 - scalars.beta2, eps, step_size,
-        scalars.maximize or None, scalars.shrink, scalars.decay, scalars.as_dense or None,
+        rule.maximize or None, scalars.shrink, scalars.decay, step.as_dense or None,
         torch.sqrt, torch.maximum,
     )  # fmt: skip
-    noise = Noise(scalars.key, rows, gradient.columns)
-    if scalars.rounds_weights:
+    noise = Noise(step.key, rows, gradient.columns)
+    if rule.rounds_weights:
         after = (noise.rounded_weights(after[0], param.dtype), *after[1:])
-    if scalars.rounds_state:
-        after = (after[0], *noise.rounded_moments(*after[1:], dtype=scalars.kept.dtype))
-    changes += [(place, new) for place, new in zip((param, *places), after, strict=True) if place is not None]
-    if notes is not None:
-        changes.append((notes.tensor, torch.full_like(rows, notes.note)))
-    table.write(changes, outcome, skipped)
+    if spec.is_rounded:
+        after = (after[0], *noise.rounded_moments(*after[1:], dtype=spec.dtype))
+    changes += [(slot, new) for slot, new in zip((param, *places), after, strict=True) if slot is not None]
+    if table.pending is not None:
+        changes.append((table.pending.notes, torch.full_like(rows, job.note)))
+    place.write(changes)
+    return skipped
 
 
-def _slots_of(scalars: Scalars) -> tuple[str, str, str]:
-    """The names of m, v and u in a state; of what the rule does not have, one that is in no state."""
-    kept = scalars.kept
-    return (
-        "exp_avg" if kept.first else "",
-        "exp_avg_sq" if kept.second == "element" else "",
-        "max_exp_avg_sq" if scalars.kept.amsgrad else "",
-    )
-
-
-def _dtype_of(param: Tensor, state: State, gradient: RowGradient) -> torch.dtype:
-    moments = (state[name].dtype for name in ("exp_avg", "exp_avg_sq", "exp_avg_sq_row") if name in state)
-    return compute_dtype(param.dtype, gradient.values.dtype, *moments)
-
-
-def _finite_rows(gradient: RowGradient, scalars: Scalars, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
-    """The distinct rows that are to be stepped, their summed gradients, and how many are left out."""
-    rows, g = _sum_duplicates(gradient, dtype)
-    if not scalars.skip_nonfinite:
-        return rows, g, 0
-    finite = g.isfinite().all(dim=1)
-    return rows[finite], g[finite], len(rows) - int(finite.sum())
-
-
-def _rows_second_moment(p: Tensor, r: Tensor, g: Tensor, scalars: Scalars) -> Tensor:
+def _rows_second_moment(p: Tensor, r: Tensor, g: Tensor, step: Step) -> Tensor:
     """The second moment of each row after the step, as a column of numbers."""
+    scalars = step.scalars
     if scalars.decay is not None:
-        g = (-g if scalars.maximize else g) + scalars.decay * p
+        g = (-g if step.rule.maximize else g) + scalars.decay * p
     square = g.double().square().mean(dim=1, keepdim=True).to(g.dtype)
-    after: Tensor = adam.averaged(r, square, scalars.beta2, 1 - scalars.beta2, scalars.as_dense or None)
+    after: Tensor = adam.averaged(r, square, scalars.beta2, 1 - scalars.beta2, step.as_dense or None)
     return after
 
 
@@ -119,10 +127,11 @@ def _sum_duplicates(gradient: RowGradient, dtype: torch.dtype) -> tuple[Tensor, 
     return rows, values.new_zeros(len(rows), gradient.columns).index_add_(0, position, values)
 
 
-def _corrected_by(count: Tensor, scalars: Scalars, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _corrected_by(count: Tensor, step: Step, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Each row's step size and eps, as columns, from how many steps it has taken."""
+    scalars = step.scalars
     first, second = adam.corrections(scalars.beta1, scalars.beta2, count.double(), torch.sqrt)
-    eps = scalars.eps * second if scalars.as_dense else torch.full_like(second, scalars.eps)
+    eps = scalars.eps * second if step.as_dense else torch.full_like(second, scalars.eps)
     return (scalars.step_size * second / first).to(dtype), eps.to(dtype)
 
 
@@ -138,13 +147,12 @@ class RowsOf:
         picked = self._pick(tensor)
         return picked.reshape(len(picked), math.prod(picked.shape[1:])).to(dtype)
 
-    def write(self, changes: Sequence[tuple[Tensor, Tensor]], outcome: Outcome, skipped: int = 0) -> None:
+    def write(self, changes: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Write these matrices into these tensors: all of them or, if it is interrupted, none."""
         before = [(tensor, self._pick(tensor)) for tensor, _ in changes]
         try:
             for tensor, values in changes:
                 self._put(tensor, values)
-            outcome.complete(skipped)
         except BaseException:
             for tensor, values in before:
                 self._put(tensor, values)

@@ -10,68 +10,66 @@ from torch import Tensor
 
 from ..._schedule import DUST_OF_EPS, EBAR, M0, M2, M3, M4, M5, SAFE, Schedule
 from ..._state import compute_dtype
-from ..gate import LateRows, Place
-from ..outcome import Outcome
-from .adam import RowsOf, first_outside
+from .adam import RowsOf
 from .rounding import Noise
 
 _ROWS_AT_ONCE = 1 << 16
 
 
 @torch.no_grad()
-def catch_up(late: LateRows, place: Place | None, rows: Tensor | range) -> int | None:
-    """Bring these rows of a table and its moments from the steps in their notes to the schedule's."""
-    notes, schedule = late.notes, late.schedule
+def catch_up(pending: Any, rows: Tensor | range) -> bool:
+    """Bring these rows of a table from the steps in their notes to the schedule's; False if one is not in the table."""
+    notes = pending.notes
     if isinstance(rows, range):
         rows = torch.arange(rows.start, rows.stop, device=notes.device)
     rows = rows.reshape(-1)
-    outside = first_outside(rows, notes.numel())
-    if outside is not None:
-        return outside
-    stale = torch.unique(rows[notes.view(-1)[rows] < schedule.step])
+    if ((rows < 0) | (rows >= notes.numel())).any():
+        return False
+    stale = torch.unique(rows[notes.view(-1)[rows] < pending.schedule.step])
     for some in stale.split(_ROWS_AT_ONCE):
-        _catch_up(late, some)
-    return None
+        _catch_up(pending, some)
+    return True
 
 
-def _catch_up(late: LateRows, rows: Tensor) -> None:
-    # .data: autograd's version counter must not see this
-    param, state, notes, schedule = late.param.data, late.moments, late.notes, late.schedule
-    place = RowsOf(tuple(notes.shape), rows)
-    second = "exp_avg_sq" if late.kept.second == "element" else "exp_avg_sq_row"
-    names = [*(["exp_avg"] if late.kept.first else []), second]
-    dtype = compute_dtype(param.dtype, *(state[name].dtype for name in names))
+def _catch_up(pending: Any, rows: Tensor) -> None:
+    table, notes, schedule = pending.table, pending.notes, pending.schedule
+    param, slots, spec = (
+        table.param.data,
+        table.slots,
+        table.spec,
+    )  # .data: autograd's version counter must not see this
+    place = RowsOf(table.lead, rows)
+    second = slots["exp_avg_sq_row" if spec.is_by_row else "exp_avg_sq"]
+    dtype = compute_dtype(*table.dtypes)
     start = notes.view(-1)[rows].cpu().numpy().astype(np.int64)
     gaps = schedule.step - start
-    table, kept, aged = (torch.from_numpy(array).to(rows.device) for array in schedule.coefficients(start))
-    p, v = (place.read(tensor, dtype) for tensor in (param, state[second]))
+    terms, kept, aged = (torch.from_numpy(array).to(rows.device) for array in schedule.coefficients(start))
+    p, v = (place.read(tensor, dtype) for tensor in (param, second))
     p, m = kept.to(dtype).unsqueeze(1) * p, None
-    if late.kept.first:
-        m = place.read(state["exp_avg"], dtype)
-        divisor = place.read(state["max_exp_avg_sq"], dtype) if schedule.amsgrad else v
-        moves = _move_by_series(m, divisor, table.to(dtype), aged.to(dtype))
-        bound = table[:, SAFE : SAFE + 1]
+    if spec.has_momentum:
+        m = place.read(slots["exp_avg"], dtype)
+        divisor = place.read(slots["max_exp_avg_sq"], dtype) if spec.amsgrad else v
+        moves = _move_by_series(m, divisor, terms.to(dtype), aged.to(dtype))
+        bound = terms[:, SAFE : SAFE + 1]
         unsafe = ((bound > 0) & (divisor <= bound.to(dtype)) & (m != 0)).any(dim=1)
         for step in np.unique(start[unsafe.cpu().numpy()]).tolist():
             these = unsafe & torch.from_numpy(start == step).to(unsafe.device)
             moves[these] = _move_by_terms(m[these], divisor[these], schedule, step)
         p = p - moves
-        dust = min(torch.finfo(dtype).smallest_normal, schedule.eps * DUST_OF_EPS)
-        m = _decayed(m, schedule.beta1_powers[gaps])
+        dust = min(torch.finfo(dtype).smallest_normal, schedule.path.eps * DUST_OF_EPS)
+        m = _decayed(m, schedule.path.beta1_powers[gaps])
         m = m.masked_fill(m.abs() < dust, 0)
-    v = _decayed(v, schedule.beta2_powers[gaps])
-    noise = Noise(late.key, rows, p.shape[1])
-    if late.rounds_weights:
+    v = _decayed(v, schedule.path.beta2_powers[gaps])
+    noise = Noise(pending.key, rows, p.shape[1])
+    if pending.rounds_weights:
         p = noise.rounded_weights(p, param.dtype)
-    if late.kept.is_rounded:
-        m, element_v, _ = noise.rounded_moments(
-            m, v if late.kept.second == "element" else None, None, dtype=late.kept.dtype
-        )
+    if spec.is_rounded and spec.dtype is not None:
+        m, element_v, _ = noise.rounded_moments(m, None if spec.is_by_row else v, None, dtype=spec.dtype)
         v = v if element_v is None else element_v
-    changes = [(param, p), (state[second], v), (notes, torch.full_like(rows, schedule.step))]
+    changes = [(param, p), (second, v), (notes, torch.full_like(rows, schedule.step))]
     if m is not None:
-        changes.append((state["exp_avg"], m))
-    place.write(changes, Outcome())
+        changes.append((slots["exp_avg"], m))
+    place.write(changes)
 
 
 def _move_by_series(m: Tensor, divisor: Tensor, table: Tensor, aged: Tensor) -> Tensor:
@@ -100,9 +98,3 @@ def _decayed(moment: Tensor, powers: Any) -> Tensor:
     """The moment times a power of its beta, which may be too small for the moment's dtype. Infinity stays."""
     power = torch.from_numpy(powers).to(moment.device).unsqueeze(1)
     return torch.where(moment.isinf(), moment, (moment.double() * power).to(moment.dtype))
-
-
-def look_at(rows: Tensor, notes: Tensor, step: int) -> tuple[int | None, int]:
-    """The first of these row numbers that is not in the table, and how many name a row that is not up to date."""
-    outside = first_outside(rows, notes.numel())
-    return (outside, 0) if outside is not None else (None, int((notes.view(-1)[rows] < step).sum()))

@@ -1,0 +1,36 @@
+"""The jobs of one step, over all groups: those together that one kernel can make in one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ._backends import reference
+from ._table import Job
+
+Launches = dict[Any, Any]
+"""By kernel; the reference has one for each job."""
+
+
+def add(job: Job, launches: Launches) -> None:
+    """Add a job to the launch that it can be a part of."""
+    table, gradient = job.table, job.gradient
+    if not gradient.count or not gradient.columns:
+        return
+    if table.pending is not None:
+        job.note = table.pending.schedule.step + 1
+    kernels = table.kernels
+    words = None if kernels is None else kernels.words_of(gradient, job.note)
+    if words is None:
+        gradient.check_memory()
+        launches[job] = reference.Launch(job)
+        return
+    step = job.step
+    key = table.dtypes, table.spec, gradient.values.dtype, step.as_dense, table.pending is None
+    kernel = step.rule.kernels.get(key)
+    if kernel is None:
+        kernel = step.rule.kernels[key] = kernels.kernel_for(job)
+    launch = launches.get(kernel)
+    if launch is None:
+        launch = launches[kernel] = kernels.Launch(kernel)
+    launch.jobs.append(job)
+    launch.words += (words, table.words, step.words)

@@ -1,0 +1,68 @@
+"""What the options of a group come to: what is kept, the numbers of a step, and what a kernel is made for.
+
+A ``Rule`` is made anew when an option's object has changed. To add an option: say in ``_options`` what it may be, and
+here what it comes to; if it changes the equations, in ``_rules/adam`` and ``_kernels/rows``.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+from ._rules import adam
+from ._rules.rounding import step_key
+from ._state import StateSpec
+
+# As ``_kernels/rows`` has them at the end of a job: the key of random rounding, and scalars.
+_WORDS = struct.Struct("=q6d")
+
+
+class Step:
+    """What a step of a table takes besides tensors."""
+
+    __slots__ = ("as_dense", "count", "key", "rule", "scalars", "words")
+
+    def __init__(self, rule: Rule, count: int, as_dense: bool) -> None:
+        self.rule, self.count = rule, count
+        """How many steps the table has taken then."""
+        self.as_dense = as_dense
+        """By torch.optim.Adam's rule instead of torch.optim.SparseAdam's; they differ in where eps goes."""
+        self.scalars = beta1, beta2, eps, step_size, shrink, decay = adam.scalars(
+            rule.lr, rule.betas, rule.eps, count, rule.weight_decay, rule.is_decoupled, rule.is_per_row, as_dense
+        )
+        self.key = step_key(rule.seed, count) if rule.rounds else 0
+        self.words = _WORDS.pack(self.key, beta1, beta2, eps, step_size, shrink or 0.0, decay or 0.0)
+
+
+class Rule:
+    """The options of a group, read once."""
+
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        # torch takes Tensors of one number too. And kernels are compiled for floats.
+        self.betas, self.eps = (float(beta1), float(beta2)), float(group["eps"])
+        self.weight_decay, self.is_decoupled = float(group["weight_decay"]), bool(group["decoupled_weight_decay"])
+        self.maximize, self.amsgrad, self.seed = bool(group["maximize"]), bool(group["amsgrad"]), group["seed"]
+        self.is_per_row = group.get("bias_correction") == "row"
+        self.skips_nonfinite = group.get("nonfinite") == "skip"
+        self.raises_nonfinite = group.get("nonfinite") == "raise"
+        self.forces_sparse = bool(group.get("force_sparse"))
+        self.rounds_weights = bool(group["stochastic_rounding"])
+        """Those of 16 bits."""
+        self.spec, self.dense_spec = StateSpec.under(group), StateSpec.under(group, in_a_table=False)
+        """What is kept for a table, and for a parameter with dense gradients."""
+        self.rounds = self.spec.is_rounded or self.rounds_weights
+        self.path = (self.betas, self.eps, self.amsgrad, self.spec, self.rounds_weights, self.seed)
+        """What the path of a row that waits depends on, besides lr and weight decay."""
+        self.lr: Any = 0.0
+        self.kernels: dict[Any, Any] = {}
+        self.steps: dict[tuple[int, bool], Step] = {}
+        """Those of the step under way. They end when another lr is set."""
+
+    def step(self, count: int, as_dense: bool) -> Step:
+        """The ``count``-th step of a table: the same object for all tables that take it."""
+        step = self.steps.get((count, as_dense))
+        if step is None:
+            step = self.steps[count, as_dense] = Step(self, count, as_dense)
+        return step
