@@ -17,7 +17,7 @@ from rowstep import DeferredAdam, SparseAdam
 from rowstep._layout import RowOrder
 from rowstep.distributed import ShardedEmbedding, ShardedEmbeddingBag, ShardedEmbeddingCollection, count_traffic
 from rowstep.distributed._map import JointMap
-from rowstep.distributed._placement import SMALL_TABLE_ROWS, Blocks
+from rowstep.distributed._placement import SMALL_TABLE_ROWS, Placement
 from tests.helpers.ranks import Ranks
 
 # The order of rows
@@ -58,7 +58,7 @@ def test_numbers_beyond_the_square_root_of_63_bits_are_those_of_python(rows: int
 @example(1, 8)
 @example(0, 3)
 def test_blocks_hold_every_row_once_and_are_cut_as_torch_cuts(rows: int, ranks: int) -> None:
-    blocks = Blocks(rows, ranks)
+    blocks = Placement(rows, ranks)
     owned = [blocks.of(rank) for rank in range(ranks)]
     assert [position for block in owned for position in block] == list(range(rows))
     for rank, block in enumerate(owned):
@@ -79,10 +79,10 @@ def zipf_ids(rows: int, count: int, exponent: float, generator: torch.Generator)
 
 def busiest_over_mean(order: RowOrder, ids_of_ranks: list[Tensor]) -> float:
     """How many rows the busiest rank is asked for, over the mean; each rank asks for a row once."""
-    blocks = Blocks(order.rows, len(ids_of_ranks))
+    blocks = Placement(order.rows, len(ids_of_ranks))
     load = torch.zeros(len(ids_of_ranks))
     for ids in ids_of_ranks:
-        load += torch.bincount(torch.unique(order.positions(ids)) // blocks.size, minlength=len(ids_of_ranks))
+        load += torch.bincount(torch.unique(order.positions(ids)) // blocks.span, minlength=len(ids_of_ranks))
     return float(load.max() / load.mean())
 
 

@@ -270,7 +270,7 @@ def test_a_weight_stays_a_part_of_its_table_whatever_becomes_of_it() -> None:
     assert part_of(table.weight) is not None
 
     # What is frozen has no state, and what was not loaded has one.
-    model = nn.Sequential(ShardedEmbedding(ROWS, WIDTH, _freeze=True), ShardedEmbedding(ROWS, WIDTH))
+    model = nn.Sequential(ShardedEmbedding(ROWS, WIDTH).requires_grad_(False), ShardedEmbedding(ROWS, WIDTH))
     optimizer = rowstep.SparseAdam(model.parameters())
     assert list(optimizer.state_dict()["state"]) == [1]
     optimizer.load_state_dict(rowstep.SparseAdam(nn.Linear(2, 2).parameters()).state_dict())

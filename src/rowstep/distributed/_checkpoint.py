@@ -33,7 +33,7 @@ from .._part import ROW_ORDER
 from .._state import MOMENTS, SLOTS
 from . import _exchange
 from ._operation import Operation
-from ._placement import Blocks
+from ._placement import Placement
 
 _PER_ROW = frozenset(name for name, slot in SLOTS.items() if slot.is_per_row)
 _SECOND_MOMENTS = tuple(name for name in MOMENTS if name.startswith("exp_avg_sq"))
@@ -288,7 +288,7 @@ def _local_block(value: Tensor) -> tuple[Tensor, range]:
     if not isinstance(value, DTensor):
         return value.detach(), range(len(value))
     mesh = value.device_mesh
-    return value.to_local().detach(), Blocks(len(value), mesh.size()).of(mesh.get_local_rank())
+    return value.to_local().detach(), Placement(len(value), mesh.size()).of(mesh.get_local_rank())
 
 
 def _drop(nested: Any, path: Sequence[Any]) -> None:

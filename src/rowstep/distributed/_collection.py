@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ._embedding import ShardedEmbedding, ShardedEmbeddingBag
-from ._fetch import JointLookup, Lookup
-from ._placement import default_place
+from ._fetch import Arguments, JointLookup
+from ._placement import DIVIDED, EVERYWHERE, SMALL_TABLE_ROWS
 from ._replace import embeddings_of
 
 Plain = nn.Embedding | nn.EmbeddingBag
@@ -41,8 +41,6 @@ class ShardedEmbeddingCollection(nn.Module):
             the tables that it does not name, those of up to 100 rows are everywhere, and larger ones divided.
         gradient: how to combine the ranks' gradients of a row: ``"mean"`` or ``"sum"``.
         group: the process group; by default all ranks.
-        device: of tables of which only the sizes are given.
-        dtype: likewise.
 
     Examples:
         >>> import torch
@@ -54,6 +52,8 @@ class ShardedEmbeddingCollection(nn.Module):
         (torch.Size([2, 16]), torch.Size([2, 8]))
     """
 
+    _own_lookup: JointLookup | None = None
+
     def __init__(
         self,
         tables: Mapping[str, Plain | tuple[int, int]],
@@ -61,15 +61,12 @@ class ShardedEmbeddingCollection(nn.Module):
         plan: Mapping[str, str] | None = None,
         gradient: str = "mean",
         group: ProcessGroup | None = None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         for name in tables:
             if not isinstance(name, str) or not name or "." in name or hasattr(self, name):
                 raise ValueError(f"a table cannot be called {name!r}; expected a name that a submodule can have")
-        plain = {name: _as_module(name, table, dtype) for name, table in tables.items()}
-        self._begin(plain, plan, gradient, group, device)
+        self._begin({name: _as_module(name, table) for name, table in tables.items()}, plan, gradient, group)
         for name, table in self._tables.items():
             self.add_module(name, table)
 
@@ -79,20 +76,23 @@ class ShardedEmbeddingCollection(nn.Module):
         plan: Mapping[str, str] | None,
         gradient: str,
         group: ProcessGroup | None,
-        device: Any,
     ) -> None:
         if not plain:
             raise ValueError("there are no tables; expected at least one")
         plan = plan or {}
         if unknown := [name for name in plan if name not in plain]:
             raise ValueError(f"plan names {', '.join(map(repr, unknown))}; expected only {', '.join(map(repr, plain))}")
-        self.plan = {name: plan.get(name, default_place(module.num_embeddings)) for name, module in plain.items()}
+        small = {name for name, module in plain.items() if module.num_embeddings <= SMALL_TABLE_ROWS}
+        self.plan = {name: plan.get(name, EVERYWHERE if name in small else DIVIDED) for name in plain}
         """Where each table is. For another plan, make another collection, and load a checkpoint into it."""
         self.left_alone: dict[str, str] = {}
         """Embeddings of a model that ``from_model`` has not replaced, and why."""
-        self._tables: dict[str, Sharded] = {
-            name: _shard(name, module, self.plan[name], gradient, group, device) for name, module in plain.items()
-        }
+        self._tables: dict[str, Sharded] = {}
+        for name, module in plain.items():
+            kind: Any = ShardedEmbedding if isinstance(module, nn.Embedding) else ShardedEmbeddingBag
+            table = kind.from_embedding(module, group=group, gradient=gradient, placement=self.plan[name])
+            table.set_label(name)
+            self._tables[name] = table.train(module.training)
 
     @classmethod
     def from_model(
@@ -133,7 +133,7 @@ class ShardedEmbeddingCollection(nn.Module):
             raise ValueError(f"the model has no embedding that can be replaced ({reasons or 'it has none at all'})")
         collection = cls.__new__(cls)
         nn.Module.__init__(collection)
-        collection._begin(found.modules, plan, gradient, group, device=None)
+        collection._begin(found.modules, plan, gradient, group)
         collection.left_alone = found.left_alone
         found.replace(collection._tables)
         return collection
@@ -169,22 +169,15 @@ class ShardedEmbeddingCollection(nn.Module):
         Returns:
             What was looked up, by the name of the table.
         """
-        results = self._joint_lookup.look_up(lambda: self._lookups(ids))
-        return dict(
-            zip((name for name in self._tables if name in ids), (r for r in results if r is not None), strict=True)
-        )
+        results = self._joint_lookup.look_up(lambda: self._arguments(ids))
+        return {name: result for name, result in zip(self._tables, results, strict=True) if result is not None}
 
-    def _lookups(self, ids: Mapping[str, Ids]) -> list[Lookup | None]:
+    def _arguments(self, ids: Mapping[str, Ids]) -> list[Arguments | None]:
         if not isinstance(ids, Mapping):
             raise TypeError(f"the ids are a {type(ids).__name__}; expected a dict of ids by the name of their table")
         if unknown := [repr(name) for name in ids if name not in self._tables]:
             raise KeyError(f"no table is called {', '.join(unknown)}; there are {', '.join(map(repr, self._tables))}")
-        return [self._lookup(table, ids[name]) if name in ids else None for name, table in self._tables.items()]
-
-    @staticmethod
-    def _lookup(table: Sharded, ids: Ids) -> Lookup:
-        with table.named_in_errors():
-            return table.lookup(*arguments_of(ids))
+        return [_arguments_of(ids[name]) if name in ids else None for name in self._tables]
 
     @contextlib.contextmanager
     def ahead(self, ids: Mapping[str, Ids]) -> Iterator[None]:
@@ -208,7 +201,7 @@ class ShardedEmbeddingCollection(nn.Module):
         try:
             for name, result in self(ids).items():
                 # Copies: a program may write other ids to the same tensor before it looks them up.
-                arguments = [each.clone() if isinstance(each, Tensor) else each for each in arguments_of(ids[name])]
+                arguments = [each.clone() if isinstance(each, Tensor) else each for each in _arguments_of(ids[name])]
                 self._tables[name].announced = tuple(arguments), result
             yield
         finally:
@@ -217,21 +210,17 @@ class ShardedEmbeddingCollection(nn.Module):
 
     @property
     def _joint_lookup(self) -> JointLookup:
-        lookup: JointLookup | None = self.__dict__.get("_own_lookup")
-        if lookup is None:
-            tables = list(self._tables.values())
-            labels = [table.label for table in tables]
-            lookup = JointLookup(
-                tables, ", ".join(labels[:3]) + (f" and {len(labels) - 3} more" if len(labels) > 3 else "")
-            )
-            self.__dict__["_own_lookup"] = lookup
-        return lookup
+        if self._own_lookup is None:
+            labels = [table.label for table in self._tables.values()]
+            more = f" and {len(labels) - 3} more" if len(labels) > 3 else ""
+            self._own_lookup = JointLookup(list(self._tables.values()), ", ".join(labels[:3]) + more)
+        return self._own_lookup
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_own_lookup"}
+        return self.__dict__ | {"_own_lookup": None}
 
 
-def _as_module(name: str, table: Plain | tuple[int, int], dtype: torch.dtype | None) -> Plain:
+def _as_module(name: str, table: Plain | tuple[int, int]) -> Plain:
     if type(table) in (nn.Embedding, nn.EmbeddingBag):
         return table  # type: ignore[return-value]
     try:
@@ -241,16 +230,8 @@ def _as_module(name: str, table: Plain | tuple[int, int], dtype: torch.dtype | N
             f"table {name!r} is a {type(table).__name__}; expected an nn.Embedding, an nn.EmbeddingBag, or a tuple of "
             "its rows and its width"
         ) from None
-    return nn.Embedding(rows, width, device="meta", dtype=dtype)
+    return nn.Embedding(rows, width, device="meta")
 
 
-def _shard(name: str, plain: Plain, place: str, gradient: str, group: ProcessGroup | None, device: Any) -> Sharded:
-    kind: Any = ShardedEmbedding if isinstance(plain, nn.Embedding) else ShardedEmbeddingBag
-    table: Sharded = kind.from_embedding(plain, group=group, gradient=gradient, placement=place, device=device)
-    table.set_label(name)
-    return table.train(plain.training)
-
-
-def arguments_of(ids: Ids) -> tuple[Any, ...]:
-    """What a table's ``forward`` gets."""
+def _arguments_of(ids: Ids) -> Arguments:
     return ids if isinstance(ids, tuple) else (ids,)

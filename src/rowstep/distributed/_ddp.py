@@ -5,17 +5,23 @@ Sharded tables look after their own gradients, so DDP is told to leave them alon
 
 - it divides them by the number of ranks in place. Where the outputs of two tables are added, both gradients share the
   memory of their values, which is then divided twice;
-- a table that some rank did not use has no gradient there: "Expected sparse gradient to be defined".
+- a table that some rank did not use has no gradient there: "Expected sparse gradient to be defined". DDP asks for
+  gradients when the first one of a backward pass reaches any of its parameters. Empty ones are given right before that
+  moment, so a program may do what it likes with gradients between its forward and backward pass. Those of tables that
+  no rank has used are taken back when the pass has ended.
 """
 
 # Annotations must stay objects here: DDP looks at those of the hook.
 
 import contextlib
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import ProcessGroup
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -27,14 +33,14 @@ from .._torch_internals import (
     hidden_from_ddp,
     hide_from_ddp,
     indices_of,
+    number_of_backward,
     parameters_of_ddp,
     values_of,
 )
 from . import _exchange
-from ._dedupe import dedupe, sum_duplicates
+from ._map import dedupe, sum_duplicates
 from ._operation import Operation
 from ._table import ShardedTable
-from ._unused import give_empty_gradients
 
 _WRAPPING = Operation("wrapping of a model by ddp")
 
@@ -107,7 +113,7 @@ def ddp(model: nn.Module, process_group: ProcessGroup | None = None, **options: 
     if tables:
         wrapped.register_comm_hook(twin, _average)
         if wrapped.find_unused_parameters:
-            give_empty_gradients(wrapped, tables)
+            _give_empty_gradients(wrapped, tables)
     return wrapped
 
 
@@ -137,6 +143,58 @@ class _DataParallel(DistributedDataParallel):
             "a model wrapped by rowstep.distributed.ddp cannot be copied or pickled, because its process group cannot. "
             "Copy or save its .module instead, and wrap the copy"
         )
+
+
+# Gradients of replicated tables that this rank has not used
+
+
+def _give_empty_gradients(wrapped: DistributedDataParallel, tables: Sequence[Tensor]) -> None:
+    """From now on, these parameters have a gradient whenever this wrapper asks for it."""
+    given = _EmptyGradients(tables)
+    for param in parameters_of_ddp(wrapped):
+        if param.requires_grad:
+            own = param if any(param is table for table in tables) else None
+            node = get_gradient_edge(param).node  # the wrapper keeps it, and with it the hook
+            handle = node.register_prehook(lambda grads, own=own: given.before_accumulation(own, grads))
+            weakref.finalize(wrapped, handle.remove)  # another wrapper may keep the node
+
+
+class _EmptyGradients:
+    def __init__(self, tables: Sequence[Tensor]) -> None:
+        self._tables = tables
+        self._given: list[tuple[Tensor, Tensor]] = []  # still there if a backward pass has raised
+        self._backward = -1  # the number of the pass they were given in
+
+    def before_accumulation(self, table: Tensor | None, grads: Sequence[Any]) -> None:
+        """A gradient is about to be added to a parameter, which may be one of the tables."""
+        if self._backward != (running := number_of_backward()):
+            self._give()
+            self._backward = running
+        if table is not None and grads[0] is not None and any(table.grad is empty for _, empty in self._given):
+            table.grad = None  # torch takes the new gradient as it is, and need not copy it
+
+    def _give(self) -> None:
+        for table in self._tables:
+            if table.grad is None:
+                table.grad = _without_entries(table)
+                self._given.append((table, table.grad))
+        # What is queued now runs before DDP's own work at the end of the pass, what is queued then runs after it.
+        after_backward(lambda: after_backward(self._take_back))
+
+    def _take_back(self) -> None:
+        for table, empty in self._given:
+            if table.grad is empty and not len(values_of(empty)):
+                table.grad = None
+        self._given.clear()
+
+
+def _without_entries(table: Tensor) -> Tensor:
+    return torch.sparse_coo_tensor(
+        torch.empty(1, 0, dtype=torch.int64, device=table.device),
+        torch.empty(0, *table.shape[1:], dtype=table.dtype, device=table.device),
+        table.shape,
+        check_invariants=False,
+    )
 
 
 # What is refused, before anything has changed
@@ -170,7 +228,7 @@ def _check(model: nn.Module, group: ProcessGroup | None, options: dict[str, Any]
     return tables
 
 
-def _check_ranks(name: str, table: ShardedTable, group: ProcessGroup | None) -> None:
+def _check_ranks(name: str, table: ShardedTable[Any], group: ProcessGroup | None) -> None:
     if group is None:
         return
     ours = sorted(dist.get_process_group_ranks(group))

@@ -11,8 +11,8 @@ still read them.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-import uuid
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,6 @@ from ._operation import Operation, fingerprint, pending_of
 from ._traffic import count
 
 _T = TypeVar("_T")
-_S = TypeVar("_S")
 
 
 class PeerError(RuntimeError):
@@ -64,39 +63,34 @@ def default_group(group: ProcessGroup | None) -> ProcessGroup | None:
     return dist.group.WORLD
 
 
+_numbers: MutableMapping[ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+_twins: MutableMapping[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
+
+
 def twin_group(group: ProcessGroup | None) -> ProcessGroup:
     """Another group of the same ranks, with the same timeout, whose collectives cannot get between those of the first.
 
-    All ranks of the group must call this together, and no others.
+    All ranks of the group must call this together, and no others. Torch's own names have a count in them, of the groups
+    that this rank is in, and ranks that are in different numbers of groups would wait for each other under different
+    names. So a twin is named after its group, and ranks need no message to agree on that.
     """
     group = default_group(group)
     if group is None:
         raise ValueError("torch.distributed is not initialized; call torch.distributed.init_process_group first")
-    rank, _ = ranks_of(group)
-    # Torch's own names have a count in them, of the groups that this rank is in. Ranks that are in different numbers of
-    # groups would wait for each other under different names. So one rank chooses a name that has never been used.
-    name = [f"rowstep-{uuid.uuid4().hex}" if rank == 0 else ""]
-    dist.broadcast_object_list(name, group=group, group_src=0)
-    return _like(group, name[0])
-
-
-def _like(group: ProcessGroup, name: str) -> ProcessGroup:
+    ranks_of(group)  # raises if this process is not one of them
+    name = f"rowstep-{next(_numbers.setdefault(group, itertools.count()))}-of-{group.group_name}"
     ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
     return new_group(name, ranks, backend=backend, timeout=timeout_of(group))
-
-
-_twins: MutableMapping[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 def _channel(group: ProcessGroup) -> ProcessGroup:
     """The group through which our own messages go, made when the first one is sent.
 
     Not the user's: were a rank to call ``dist.all_reduce`` while another waits for it in a backward pass, gloo would
-    take the message of one for that of the other, and abort the process. For the same reason ranks do not agree on its
-    name by a message: there is one for each group, and it is named after it.
+    take the message of one for that of the other, and abort the process.
     """
     if group not in _twins:
-        _twins[group] = _like(group, f"rowstep-tables-of-{group.group_name}")
+        _twins[group] = twin_group(group)
     return _twins[group]
 
 
@@ -143,17 +137,17 @@ def synchronize(
 
 def agree(operation: Operation, action: Callable[[], _T], group: ProcessGroup | None) -> _T:
     """The result of ``action``, if it raises on no rank; if it does on some, all ranks raise."""
-    result, failure = attempt(action, instead=None)
+    result, failure = attempt(action)
     synchronize(operation, [0] * ranks_of(group)[1], group, failure=failure, kind="votes")
     return cast(_T, result)
 
 
-def attempt(action: Callable[[], _T], instead: _S) -> tuple[_T | _S, Exception | None]:
-    """The result, or something in its place and what was raised: a rank that fails still has to tell the others."""
+def attempt(action: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+    """The result, or None and what was raised: a rank that fails still has to tell the others."""
     try:
         return action(), None
     except Exception as error:
-        return instead, error
+        return None, error
 
 
 def _raise_everywhere(failure: Exception | None, operation: Operation, group: ProcessGroup) -> None:
@@ -274,11 +268,11 @@ class GroupPeers:
 
     def gather_numbers(self, measure: Callable[[], float], what: str, *about: object) -> list[float]:
         """What every rank measures. If that raises on some rank, all ranks raise."""
-        number, failure = attempt(measure, instead=0.0)
-        word = torch.tensor([number], dtype=torch.float64).view(torch.int64).item()
-        words = synchronize(
-            _operation(what, about), [int(word)] * ranks_of(self.group)[1], self.group, failure=failure, kind="gathered"
-        )
+        number, failure = attempt(measure)
+        word = torch.tensor([number or 0.0], dtype=torch.float64).view(torch.int64).item()
+        operation = Operation(what, fingerprint(what, about), [str(fact) for fact in about])
+        told = [int(word)] * ranks_of(self.group)[1]
+        words = synchronize(operation, told, self.group, failure=failure, kind="gathered")
         numbers: list[float] = torch.tensor(words, dtype=torch.int64).view(torch.float64).tolist()
         return numbers
 
@@ -286,12 +280,6 @@ class GroupPeers:
         """Raise on all ranks if only some of them have run the backward pass of a lookup."""
         pending = pending_of(self.group)
         if pending.open:
-            about = fingerprint("step", *pending.open)
-            synchronize(
-                Operation(f"optimizer step, with {pending.in_words}", about), [0] * ranks_of(self.group)[1], self.group
-            )
+            operation = Operation(f"optimizer step, with {pending.in_words}", fingerprint("step", *pending.open))
+            synchronize(operation, [0] * ranks_of(self.group)[1], self.group)
             pending.open.clear()  # no rank has
-
-
-def _operation(what: str, about: tuple[object, ...]) -> Operation:
-    return Operation(what, fingerprint(what, about), lambda: [str(fact) for fact in about])

@@ -1,4 +1,7 @@
-"""What a rank is about to run, which all ranks must agree on, and which backward passes it still owes the others.
+"""What ranks must agree on: which table this is, what each is about to run, and which backward passes it still owes.
+
+Tables of a group are numbered as they are made, which every rank does in the same order. A copy has its original's
+number and one of its own, so a copy that only some ranks make does not shift the numbers of tables made later.
 
 A rank that leaves a lookup out of its loss makes no backward pass of it, and the others wait for its part. So every
 lookup has a number, the same on all ranks, and is open until its backward pass begins. Ranks that are about
@@ -10,13 +13,27 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 from torch.distributed import ProcessGroup
 
 _BYTES = 7  # of a key: it travels in a signed word of 64 bits, with a bit of news beside it
 _MOST_OPEN = 64
+
+Identity = tuple[int, ...]
+"""The number of a table; then, for a copy, its number among the copies of that; and so on."""
+
+_made: MutableMapping[ProcessGroup, dict[Identity, int]] = weakref.WeakKeyDictionary()
+
+
+def new_identity(group: ProcessGroup | None, original: Identity = ()) -> Identity:
+    """Table id, identical on all ranks: of a new table, or of a copy of the ``original``."""
+    if group is None:
+        return (*original, 0)
+    made = _made.setdefault(group, {})
+    made[original] = made.get(original, 0) + 1
+    return (*original, made[original])
 
 
 def fingerprint(*facts: object) -> int:
@@ -27,20 +44,14 @@ def fingerprint(*facts: object) -> int:
 class Operation:
     """What a rank is about to run. It is the same on other ranks if ``key`` is the same."""
 
-    __slots__ = ("_details", "key", "text")
-
-    def __init__(self, text: str, key: int | None = None, details: Callable[[], list[str]] = list) -> None:
-        self.text, self._details = text, details
-        self.key = fingerprint(text) if key is None else key
-
-    @property
-    def details(self) -> list[str]:
+    def __init__(self, text: str, key: int | None = None, details: Sequence[str] = ()) -> None:
+        self.text, self.key = text, fingerprint(text) if key is None else key
+        self.details = details
         """What else there is to say if ranks are at odds."""
-        return self._details()
 
     def then(self, what: str, number: int) -> Operation:
         """What follows from this one in the lookup of this number."""
-        return Operation(f"{what} of the {self.text}", fingerprint(self.key, what, number), self._details)
+        return Operation(f"{what} of the {self.text}", fingerprint(self.key, what, number), self.details)
 
 
 @dataclass
@@ -59,9 +70,6 @@ class PendingBackward:
         self.open[number] = tables
         if len(self.open) > _MOST_OPEN:  # a program that never runs backward passes
             del self.open[min(self.open)]
-
-    def begin_backward(self, number: int) -> None:
-        self.open.pop(number, None)
 
     @property
     def in_words(self) -> str:

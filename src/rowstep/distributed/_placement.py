@@ -27,38 +27,16 @@ ranks. It is a number of rows, and not of rows per rank, so that a table is plac
 """
 
 
-class Blocks(NamedTuple):
-    """Positions cut into one block per rank, all of one size but the last ones, which may be shorter or empty.
+class Placement(NamedTuple):
+    """Where the rows of one table are.
 
-    That is how ``torch.distributed.tensor.Shard(0)`` cuts a dimension, so a block is a shard to torch's checkpoints.
+    Divided, its positions are cut into one block per rank, all of one size but the last ones, which may be shorter or
+    empty. That is how ``torch.distributed.tensor.Shard(0)`` cuts a dimension, so a block is a shard to torch.
     """
 
     rows: int
     ranks: int
-
-    @property
-    def size(self) -> int:
-        """Rows of a full block; at least 1, so that positions can be divided by it."""
-        return max(1, -(-self.rows // self.ranks))
-
-    def of(self, rank: int) -> range:
-        """The positions that this rank owns."""
-        return range(min(rank * self.size, self.rows), min((rank + 1) * self.size, self.rows))
-
-
-class Placement(NamedTuple):
-    """Where the rows of one table are."""
-
-    rows: int
-    ranks: int
     place: str = DIVIDED
-
-    @classmethod
-    def checked(cls, rows: int, ranks: int, place: str) -> Placement:
-        """The placement that a user asks for."""
-        if place not in (DIVIDED, EVERYWHERE):
-            raise ValueError(f"Invalid placement: {place!r}; expected {DIVIDED!r} or {EVERYWHERE!r}")
-        return cls(rows, ranks, place)
 
     @property
     def is_everywhere(self) -> bool:
@@ -69,16 +47,12 @@ class Placement(NamedTuple):
         """In what order the rows lie."""
         return RowOrder.by_id(self.rows) if self.is_everywhere else RowOrder.spread(self.rows)
 
-    def of(self, rank: int) -> range:
-        """The positions that this rank holds."""
-        return range(self.rows) if self.is_everywhere else Blocks(self.rows, self.ranks).of(rank)
-
     @property
     def span(self) -> int:
-        """How many rows the fullest rank holds, at least one."""
-        return max(1, self.rows) if self.is_everywhere else Blocks(self.rows, self.ranks).size
+        """How many rows the fullest rank holds, at least one, so that positions can be divided by it."""
+        return max(1, self.rows if self.is_everywhere else -(-self.rows // self.ranks))
 
-
-def default_place(rows: int) -> str:
-    """Where a collection puts a table of so many rows."""
-    return EVERYWHERE if rows <= SMALL_TABLE_ROWS else DIVIDED
+    def of(self, rank: int) -> range:
+        """The positions that this rank holds."""
+        first = 0 if self.is_everywhere else rank * self.span
+        return range(min(first, self.rows), min(first + self.span, self.rows))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import zlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,27 +16,37 @@ from torch.nn import functional as F  # noqa: N812  # as torch's own documents h
 from .._layout import RowOrder
 from .._part import ROW_ORDER, TablePart, mark
 from . import _exchange
-from ._fetch import JointLookup, Lookup
-from ._names import Identity, identity_of_copy, new_identity
-from ._operation import Operation
-from ._packing import Kind, as_bytes
-from ._placement import Placement
+from ._fetch import Arguments, JointLookup
+from ._operation import Identity, Operation, new_identity
+from ._placement import DIVIDED, EVERYWHERE, Placement
+from ._transfer import Kind, as_bytes
+
+_Plain = TypeVar("_Plain", bound=nn.Embedding | nn.EmbeddingBag)
+_Table = TypeVar("_Table", bound="ShardedTable[Any]")
 
 # Fresh rows are drawn in chunks of positions, each from a seed of its own, so that they do not depend on the ranks.
 _ROWS_PER_SEED = 4096
 
 
-class ShardedTable(nn.Module):
+class ShardedTable(nn.Module, Generic[_Plain]):
     """A table whose rows are sharded over the ranks of a process group."""
+
+    plain: type[_Plain]
+    """Torch's module, for a table that one process holds."""
+
+    settings: ClassVar[tuple[str, ...]] = (
+        "num_embeddings", "embedding_dim", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq",
+    )  # fmt: skip
+    """What both have, as arguments and as attributes."""
+
+    has_bags: bool
+    """Whether a lookup gives a row for each bag of ids, instead of one for each id."""
 
     weight: nn.Parameter
     """The rows that this rank has, as a plain local Parameter with sparse gradients."""
 
-    announced: tuple[tuple[Any, ...], Tensor] | None = None
+    announced: tuple[Arguments, Tensor] | None = None
     """Arguments of a lookup that a collection has made ahead, and its result."""
-
-    has_bags: bool
-    """Whether a lookup gives a row for each bag of ids, instead of one for each id."""
 
     _joint_lookup: JointLookup | None = None
 
@@ -43,19 +54,18 @@ class ShardedTable(nn.Module):
         self,
         num_embeddings: int,
         embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = True,
         *,
-        padding_idx: int | None,
-        max_norm: float | None,
-        norm_type: float,
-        scale_grad_by_freq: bool,
-        sparse: bool,
-        full_weight: Tensor | None,
-        freeze: bool,
-        device: Any,
-        dtype: torch.dtype | None,
-        group: ProcessGroup | None,
-        gradient: str,
-        placement: str,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        group: ProcessGroup | None = None,
+        gradient: str = "mean",
+        placement: str = DIVIDED,
+        _weight: Tensor | None = None,
     ) -> None:
         super().__init__()
         if scale_grad_by_freq:
@@ -69,30 +79,71 @@ class ShardedTable(nn.Module):
             )
         if gradient not in ("mean", "sum"):
             raise ValueError(f"Invalid gradient value: {gradient!r}; expected 'mean' or 'sum'")
+        if placement not in (DIVIDED, EVERYWHERE):
+            raise ValueError(f"Invalid placement: {placement!r}; expected {DIVIDED!r} or {EVERYWHERE!r}")
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ValueError(
+                f"padding_idx is {padding_idx}; expected -{num_embeddings} <= padding_idx < {num_embeddings}"
+            )
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.padding_idx = _row_number(padding_idx, num_embeddings)
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.max_norm, self.norm_type, self.gradient = max_norm, norm_type, gradient
+        self.scale_grad_by_freq, self.sparse = False, True
         group = _exchange.default_group(group)
         self.rank, self.ranks = _exchange.ranks_of(group)
         self.identity: Identity = new_identity(group)
         self._name = ""
-        self.placement = Placement.checked(num_embeddings, self.ranks, placement)
+        self.placement = place = Placement(num_embeddings, self.ranks, placement)
         peers = None if group is None else _exchange.GroupPeers(group)
-        self._shard = TablePart(
-            self.placement.order,
-            self.placement.of(self.rank),
-            peers,
-            self.placement.is_everywhere,
-            self.identity,
-        )
-        rows = torch.empty(len(self._shard.positions), embedding_dim, device=device, dtype=dtype)
-        self.weight = nn.Parameter(rows, requires_grad=not freeze)
+        self._shard = TablePart(place.order, place.of(self.rank), peers, place.is_everywhere, self.identity)
+        self.weight = nn.Parameter(torch.empty(len(place.of(self.rank)), embedding_dim, device=device, dtype=dtype))
         # The constants of the order count; this is their place in state dicts.
         self.register_buffer(ROW_ORDER, self._shard.order_as_tensor, persistent=not self._shard.order.is_by_id)
-        if full_weight is None:
+        if _weight is None:
             self.reset_parameters()
         else:
-            self._take_rows_of(full_weight)
+            self._take_rows_of(_weight)
+
+    @classmethod
+    def from_embedding(
+        cls: type[_Table],
+        embedding: _Plain,
+        *,
+        group: ProcessGroup | None = None,
+        gradient: str = "mean",
+        placement: str = DIVIDED,
+    ) -> _Table:
+        """Shard a plain module of torch. Every rank passes the same full table and keeps its own rows.
+
+        Of one on the meta device only sizes and options count: new rows are drawn, on the default device.
+
+        Args:
+            embedding: an nn.Embedding, or an nn.EmbeddingBag for a ShardedEmbeddingBag.
+            group: the process group; by default all ranks.
+            gradient: how to combine the ranks' gradients of a row: ``"mean"`` or ``"sum"``.
+            placement: ``"divided"`` or ``"everywhere"``.
+
+        Examples:
+            >>> import torch
+            >>> from rowstep.distributed import ShardedEmbedding
+            >>> plain = torch.nn.Embedding(10, 2)
+            >>> table = ShardedEmbedding.from_embedding(plain)
+            >>> torch.equal(table.full_weight(), plain.weight)
+            True
+        """
+        weight, settings = embedding.weight, {name: getattr(embedding, name) for name in cls.settings}
+        rows: dict[str, Any] = {} if weight.is_meta else {"_weight": weight, "device": weight.device}
+        table = cls(**settings, **rows, dtype=weight.dtype, group=group, gradient=gradient, placement=placement)
+        table.weight.requires_grad_(weight.requires_grad)
+        return table
+
+    def to_embedding(self) -> _Plain:
+        """The whole table as a plain module of torch, on every rank. All ranks of the group must call this together."""
+        settings = {name: getattr(self, name) for name in self.settings}
+        has_sparse_gradients = settings.get("mode") != "max"  # torch has none there
+        plain = self.plain(**settings, sparse=has_sparse_gradients, _weight=self.full_weight())
+        plain.weight.requires_grad_(self.weight.requires_grad)
+        return plain
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -176,9 +227,7 @@ class ShardedTable(nn.Module):
             >>> optimizer = SparseAdam(table.parameters())
             >>> optimizer.reset_rows(table.weight, table.local_rows(torch.tensor([4, 7])))
         """
-        self._check(ids)
-        mine = self._shard.positions
-        positions = self._shard.order.positions(ids.reshape(-1))
+        positions, mine = self.positions(self.check(ids)), self._shard.positions
         return positions[(positions >= mine.start) & (positions < mine.stop)] - mine.start
 
     # Lookups
@@ -222,24 +271,21 @@ class ShardedTable(nn.Module):
         """What its rows are."""
         return Kind(self.embedding_dim, self.weight.dtype)
 
-    def lookup(self, *arguments: Any) -> Lookup:
-        """What ``forward`` does with these arguments, in parts: before and after rows are fetched."""
-        raise NotImplementedError
-
     def _look_up(self, *arguments: Any) -> Tensor:
         if self.announced is not None:
-            return self._announced_result(*arguments)
+            return self._announced_result(arguments, *self.announced)
         if self._joint_lookup is None:
             self._joint_lookup = JointLookup([self], self.label)
-        (result,) = self._joint_lookup.look_up(lambda: [self.lookup(*arguments)])
+        (result,) = self._joint_lookup.look_up(lambda: [arguments])
         assert result is not None, "there was a lookup"
         return result
 
-    def _announced_result(self, *arguments: Any) -> Tensor:
-        """What a collection has looked up ahead of this call."""
-        assert self.announced is not None
-        expected, result = self.announced
-        if not _are_the_same(arguments, expected):
+    def _announced_result(self, arguments: Arguments, expected: Arguments, result: Tensor) -> Tensor:
+        """What a collection has looked up ahead of this call, unless it was for other arguments."""
+        if not expected or not all(
+            mine is other or (isinstance(mine, Tensor) and isinstance(other, Tensor) and torch.equal(mine, other))
+            for mine, other in itertools.zip_longest(arguments, expected)
+        ):
             raise ValueError(
                 f"{self.label} was called with other ids than were announced for it; expected the same, once. Announce "
                 "all lookups of the block, or make this one outside of it"
@@ -261,10 +307,11 @@ class ShardedTable(nn.Module):
         return torch.sparse_coo_tensor(rows.unsqueeze(0), grads, self.weight.shape, check_invariants=False)
 
     def positions(self, ids: Tensor) -> Tensor:
-        """Where ids are in the order of the table's rows."""
-        return self._shard.order.positions(ids)
+        """Where ids of any shape are in the order of the table's rows."""
+        return self._shard.order.positions(ids.reshape(-1))
 
-    def _check(self, ids: Tensor) -> Tensor:
+    def check(self, ids: Tensor) -> Tensor:
+        """The ids of a lookup, of any shape. Raises if they, or other arguments, cannot be taken."""
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
             kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
             raise TypeError(f"the ids are {kind}; expected a tensor of torch.int32 or torch.int64")
@@ -276,6 +323,10 @@ class ShardedTable(nn.Module):
                 outside = lowest if lowest < 0 else highest
                 raise IndexError(f"id {outside} is outside the table; expected 0 <= id < {self.num_embeddings}")
         return ids
+
+    def finish(self, rows: Tensor, places: Tensor, ids: Tensor) -> Tensor:
+        """What a lookup gives: from a row for each id or, for bags, from distinct rows and the place of each id."""
+        return rows if ids.dim() == 1 else rows.view(*ids.shape, self.embedding_dim)
 
     @property
     def _local_padding(self) -> int | None:
@@ -306,34 +357,11 @@ class ShardedTable(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         mark(self.weight, self._shard)  # a copied Parameter has lost it
-        self.identity = self._shard.identity = identity_of_copy(self.group, self.identity)
+        self.identity = self._shard.identity = new_identity(self.group, self.identity)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_joint_lookup": None, "announced": None}
 
     def extra_repr(self) -> str:
-        text = f"{self.num_embeddings}, {self.embedding_dim}"
-        if self.padding_idx is not None:
-            text += f", padding_idx={self.padding_idx}"
-        if self.max_norm is not None:
-            text += f", max_norm={self.max_norm}, norm_type={self.norm_type}"
-        owned = self._shard.positions
-        return f"{text}, gradient={self.gradient!r}, rank {self.rank} of {self.ranks} owns {len(owned)} rows"
-
-
-def _are_the_same(arguments: tuple[Any, ...], announced: tuple[Any, ...]) -> bool:
-    if not announced:
-        return False
-    announced = (*announced, *[None] * (len(arguments) - len(announced)))
-    return all(
-        mine is other or (isinstance(mine, Tensor) and isinstance(other, Tensor) and torch.equal(mine, other))
-        for mine, other in zip(arguments, announced, strict=True)
-    )
-
-
-def _row_number(index: int | None, rows: int) -> int | None:
-    if index is None:
-        return None
-    if not -rows <= index < rows:
-        raise ValueError(f"padding_idx is {index}; expected -{rows} <= padding_idx < {rows}")
-    return index % rows
+        options = self.plain.extra_repr(self)  # type: ignore[arg-type]  # we have all that it looks at
+        return f"{options}, gradient={self.gradient!r}, rank {self.rank} of {self.ranks} owns {len(self.weight)} rows"

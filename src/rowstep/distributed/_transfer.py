@@ -18,10 +18,8 @@ import torch
 from torch import Tensor
 
 from . import _exchange
-from ._dedupe import Deduped, sum_duplicates
-from ._map import Counts
+from ._map import Counts, Deduped, sum_duplicates
 from ._operation import Operation, pending_of
-from ._packing import Kind, as_bytes, joined, pack, unpack
 
 if TYPE_CHECKING:
     from ._table import ShardedTable
@@ -30,6 +28,21 @@ _ALIGNED = 8  # bytes
 
 Arrived = tuple[Tensor, Tensor]
 """Rows of a table here, and their gradients."""
+
+
+class Kind(NamedTuple):
+    """What the rows of a table are."""
+
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return self.width * self.dtype.itemsize
+
+    def of(self, message: Tensor, count: int) -> Tensor:
+        """So many rows, sent as these bytes, which have to lie where the dtype may lie."""
+        return message.view(self.dtype).view(count, self.width)
 
 
 class Group(NamedTuple):
@@ -49,7 +62,7 @@ class Group(NamedTuple):
 class Transfer(NamedTuple):
     """What has to be known for the way there and back."""
 
-    tables: Sequence[ShardedTable]
+    tables: Sequence[ShardedTable[Any]]
     groups: Sequence[Group]
     """Those that are everywhere are last."""
     operation: Operation
@@ -102,7 +115,7 @@ class _Rows(torch.autograd.Function):
             else:
                 lengths = list(transfer.lengths[group.tables.start : group.tables.stop])
                 # Not views in the eyes of autograd, which would not let users write to them.
-                received += torch.unsafe_split_with_sizes(rows.index_select(0, found.places.reshape(-1)), lengths)
+                received += torch.unsafe_split_with_sizes(rows.index_select(0, found.places), lengths)
         ctx.mark_non_differentiable(
             *(received[table] for group in transfer.groups if not group.has_grad for table in group.tables)
         )
@@ -112,7 +125,7 @@ class _Rows(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         transfer: Transfer = ctx.transfer
-        pending_of(transfer.tables[0].group).begin_backward(transfer.number)
+        pending_of(transfer.tables[0].group).open.pop(transfer.number, None)
         pairs = zip(transfer.groups, transfer.found, strict=True)
         sums = [_sums(transfer, group, found, grads) if group.has_grad else None for group, found in pairs]
         used = [grad is not None for grad in grads]
@@ -129,11 +142,16 @@ class _Rows(torch.autograd.Function):
 
 def _swap_rows(transfer: Transfer, read: Sequence[Tensor]) -> list[Tensor]:
     """The rows that this rank has asked for, by group."""
+
+    def own(table: int) -> Tensor:
+        """Of a table that is everywhere, the rows that this rank has asked itself for."""
+        if transfer.is_alone:
+            return read[table]
+        of_ranks: Sequence[Tensor] = torch.split(read[table], [counts[table] for counts in transfer.asked])
+        return of_ranks[transfer.tables[table].rank]
+
     groups = [group for group in transfer.groups if not group.is_everywhere and not transfer.is_alone]
-    here = [
-        joined([_own(transfer, table, read[table]) for table in group.tables])
-        for group in transfer.groups[len(groups) :]
-    ]
+    here = [joined([own(table) for table in group.tables]) for group in transfer.groups[len(groups) :]]
     if not groups:
         return here
     tables = range(groups[-1].tables.stop)
@@ -146,14 +164,6 @@ def _swap_rows(transfer: Transfer, read: Sequence[Tensor]) -> list[Tensor]:
     parts = unpack(transfer.swap("rows", transfer.operation, message, sizes, expected), expected)
     counts = [sum(group.count(each) for each in transfer.wanted) for group in groups]
     return [g.kind.of(joined(part), count) for g, part, count in zip(groups, parts, counts, strict=True)] + here
-
-
-def _own(transfer: Transfer, table: int, read: Tensor) -> Tensor:
-    """Of a table that is everywhere, the rows that this rank has asked itself for."""
-    if transfer.is_alone:
-        return read
-    own: Tensor = torch.split(read, [counts[table] for counts in transfer.asked])[transfer.tables[table].rank]
-    return own
 
 
 # And back
@@ -195,11 +205,9 @@ def _swap_gradients(transfer: Transfer, sums: Sequence[Tensor | None], used: lis
     told = [0 if uses_all else len(line)] * len(transfer.wanted)
     lines = _exchange.synchronize(operation, told, transfer.tables[0].group)
 
-    with_grad = [
-        (group, of_group) for group, of_group in zip(transfer.groups, sums, strict=True) if of_group is not None
-    ]
+    with_grad = [(group, each) for group, each in zip(transfer.groups, sums, strict=True) if each is not None]
     sizes = [[group.count(each) * group.kind.bytes for group, _ in with_grad] for each in transfer.wanted]
-    parts = [_for_ranks(group, as_bytes(of_group), len(sizes)) for group, of_group in with_grad]
+    parts = [as_bytes(each.repeat(len(sizes), 1) if group.is_everywhere else each) for group, each in with_grad]
     if not uses_all:
         sizes = [[len(line), *each] for each in sizes]
         parts = [torch.frombuffer(bytearray(line * len(sizes)), dtype=torch.uint8).to(parts[0].device), *parts]
@@ -209,8 +217,8 @@ def _swap_gradients(transfer: Transfer, sums: Sequence[Tensor | None], used: lis
         for length, each in zip(lines, transfer.asked, strict=True)
     ]
     arrived = transfer.swap("gradients", operation, pack(parts, sizes), sizes, expected)
-    if len(transfer.tables) == 1:
-        return [_arrived(transfer, 0, [arrived], None)]
+    if len(used) == 1 and not any(lines):
+        return [_arrived(transfer, 0, [arrived], used)]
     of_lines, *by_table = unpack(arrived, expected)
     uses = [of_rank.tolist() or [True] * len(used) for of_rank in of_lines]
     found: list[Arrived | None] = [None] * len(used)
@@ -219,19 +227,45 @@ def _swap_gradients(transfer: Transfer, sums: Sequence[Tensor | None], used: lis
     return found
 
 
-def _for_ranks(group: Group, sums: Tensor, ranks: int) -> Tensor:
-    return sums.repeat(ranks) if group.is_everywhere else sums
-
-
-def _arrived(transfer: Transfer, number: int, parts: list[Tensor], uses: list[bool] | None) -> Arrived | None:
+def _arrived(transfer: Transfer, number: int, parts: list[Tensor], uses: list[bool]) -> Arrived | None:
     """What has arrived for a table, of ranks whose loss depends on it."""
-    if uses is not None and not any(uses):
+    if not any(uses):
         return None
     rows = transfer.rows[number]
-    if uses is not None and not all(uses):
+    if not all(uses):
         of_ranks = torch.split(rows, [counts[number] for counts in transfer.asked])
         rows = joined([part for part, is_used in zip(of_ranks, uses, strict=True) if is_used])
         parts = [part for part, is_used in zip(parts, uses, strict=True) if is_used]
     message = joined(parts)
     aligned = message if message.storage_offset() == 0 else message.clone()
     return rows, transfer.group_of(number).kind.of(aligned, len(rows))
+
+
+# Messages: rows of many tables, of any widths and dtypes, as bytes. Rows lie table by table, and in each table rank by
+# rank; in a message they lie rank by rank, and for each rank table by table. Sizes are in bytes, by rank and table.
+
+
+def as_bytes(rows: Tensor) -> Tensor:
+    return rows.reshape(-1).view(torch.uint8)
+
+
+def pack(tables: Sequence[Tensor], sizes: Counts) -> Tensor:
+    """A message of the tables' bytes, of which each rank gets so many."""
+    if len(tables) == 1:
+        return tables[0]
+    by_table = [torch.split(table, list(cut)) for table, cut in zip(tables, zip(*sizes, strict=True), strict=True)]
+    return torch.cat([part for of_rank in zip(*by_table, strict=True) for part in of_rank])
+
+
+def unpack(message: Tensor, sizes: Counts) -> list[list[Tensor]]:
+    """By table, and then by rank, the bytes of a message; of a single table they are not cut."""
+    tables = len(sizes[0])
+    if tables == 1:
+        return [[message]]
+    parts = torch.split(message, [size for of_rank in sizes for size in of_rank])
+    return [list(parts[table::tables]) for table in range(tables)]
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """One after the other. Parts of a message are copied, so that they lie where their dtype may lie."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
