@@ -30,16 +30,13 @@ from torch.distributed.tensor import DTensor, zeros
 from .._layout import RowOrder, is_spread
 from .._optimizer import RowOptimizer
 from .._part import ROW_ORDER
-from .._state import MOMENTS, SLOTS
+from .._state import SLOTS
 from . import _exchange
 from ._operation import Operation
 from ._placement import Placement
 
 _PER_ROW = frozenset(name for name, slot in SLOTS.items() if slot.is_per_row)
-_SECOND_MOMENTS = tuple(name for name in MOMENTS if name.startswith("exp_avg_sq"))
-
 _LOADING = Operation("loading of a checkpoint")
-_ALONE = "torch.distributed is disabled, unavailable or uninitialized"  # what torch warns of in a single process
 
 
 def load(
@@ -93,25 +90,21 @@ def load(
             value.allocate_state()
     group = None if no_dist else _exchange.default_group(process_group)
     constants = _exchange.agree(_LOADING, lambda: _saved_constants(storage_reader), group)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=_ALONE)
-        dcp_load(
-            state_dict,
-            checkpoint_id=checkpoint_id,
-            storage_reader=storage_reader,
-            planner=_Planner(constants, allow_partial_load),
-            process_group=process_group,
-            no_dist=no_dist,
-        )
+    options = {"checkpoint_id": checkpoint_id, "process_group": process_group, "no_dist": no_dist}
+    _load_by_torch(state_dict, storage_reader, planner=_Planner(constants, allow_partial_load), **options)
+
+
+def _load_by_torch(state_dict: dict[str, Any], reader: StorageReader, **options: Any) -> None:
+    with warnings.catch_warnings():  # of a single process
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        dcp_load(state_dict, storage_reader=reader, **options)
 
 
 def _saved_constants(reader: StorageReader) -> dict[str, Tensor]:
     """For every place in the checkpoint that has them, the constants of its order of rows."""
     keys = [key for key in reader.read_metadata().state_dict_metadata if key.split(".")[-1] == ROW_ORDER]
     constants: dict[str, Any] = {key: torch.zeros(len(RowOrder._fields), dtype=torch.int64) for key in keys}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=_ALONE)
-        dcp_load(constants, storage_reader=reader, no_dist=True)
+    _load_by_torch(constants, reader, no_dist=True)
     return {_place(key): value for key, value in constants.items()}
 
 
@@ -133,7 +126,6 @@ class _Planner(DefaultLoadPlanner):
         super().set_up_planner(state_dict, metadata, is_coordinator)
         assert metadata is not None
         self._own: dict[str, Tensor] = {}
-        self._dropped: dict[str, Tensor] = {}
         for key in [key for key in self.state_dict if key.split(".")[-1] == ROW_ORDER]:
             self._own[_place(key)] = self.state_dict.pop(key)  # ours stay; only rows are read
         for key in self._unsaid_options(metadata):
@@ -166,38 +158,18 @@ class _Planner(DefaultLoadPlanner):
         """
         place, _, own_name = beside.rpartition(".")
         *way, last = self.mappings[beside]
+        example = self.state_dict[beside]
         for name in SLOTS:
             key, path = f"{place}.{name}", (*way, str(last).removesuffix(own_name) + name)
-            written = metadata.state_dict_metadata.get(key)
-            if isinstance(written, TensorStorageMetadata) and not self._has_place_for(key, written):
-                self.state_dict[key] = self._zeros(key, self._tensor(beside), written)
-                self.mappings[key] = path
-                _put(self.original_state_dict, path, self.state_dict[key])
-            elif (
-                key in self.state_dict
-                and written is None
-                and not self.allow_partial_load
-                # Without counts of rows, these begin with the history of the moments.
-                and (name == "row_step" or self._is_kept_otherwise(place, metadata))
-            ):
-                self._dropped[key] = self.state_dict.pop(key)
+            here, written = self.state_dict.get(key), metadata.state_dict_metadata.get(key)
+            if isinstance(written, TensorStorageMetadata):
+                if not isinstance(here, Tensor) or here.dtype != written.properties.dtype:  # it is read without a cast
+                    self.state_dict[key] = self._zeros(key, example, written)
+                    self.mappings[key] = path
+                    _put(self.original_state_dict, path, self.state_dict[key])
+            elif here is not None and not self.allow_partial_load:
+                del self.state_dict[key]
                 _drop(self.original_state_dict, path)
-
-    def _has_place_for(self, key: str, written: TensorStorageMetadata) -> bool:
-        """Whether there is a tensor here to read this into, without a cast."""
-        here = self.state_dict.get(key)
-        return isinstance(here, Tensor) and here.dtype == written.properties.dtype
-
-    def _tensor(self, key: str) -> Tensor:
-        """A tensor of a state here, even if the checkpoint has none like it."""
-        tensor: Tensor = self._dropped[key] if key in self._dropped else self.state_dict[key]
-        return tensor
-
-    def _is_kept_otherwise(self, place: str, metadata: Metadata) -> bool:
-        """Whether the checkpoint has a second moment of another kind than the state here: then theirs is loaded."""
-        own = {name for name in _SECOND_MOMENTS if f"{place}.{name}" in {*self.state_dict, *self._dropped}}
-        written = {name for name in MOMENTS if f"{place}.{name}" in metadata.state_dict_metadata}
-        return bool(written & {*_SECOND_MOMENTS}) and (own != written & {*_SECOND_MOMENTS} or "exp_avg" not in written)
 
     def _zeros(self, key: str, beside: Tensor, written: TensorStorageMetadata) -> Tensor:
         """A place for what was written, on the device of a tensor of the same parameter, and cut as that one is."""

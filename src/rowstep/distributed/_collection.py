@@ -36,7 +36,7 @@ class ShardedEmbeddingCollection(nn.Module):
     Args:
         tables: a plain ``nn.Embedding`` or ``nn.EmbeddingBag`` for each name. Every rank passes the same ones. If only
             sizes are given (a module on the meta device, or a tuple of rows and width for an Embedding), new rows are
-            drawn, the same for any plan and any number of ranks that share a seed.
+            drawn on torch's default device, the same for any plan and any number of ranks that share a seed.
         plan: where each table is, by name: ``"divided"`` or ``"everywhere"``. It must be the same on every rank. Of
             the tables that it does not name, those of up to 100 rows are everywhere, and larger ones divided.
         gradient: how to combine the ranks' gradients of a row: ``"mean"`` or ``"sum"``.
@@ -135,7 +135,8 @@ class ShardedEmbeddingCollection(nn.Module):
         nn.Module.__init__(collection)
         collection._begin(found.modules, plan, gradient, group)
         collection.left_alone = found.left_alone
-        found.replace(collection._tables)
+        for parent, attribute, name in found.places:
+            setattr(parent, attribute, collection[name])
         return collection
 
     # Tables
@@ -148,9 +149,6 @@ class ShardedEmbeddingCollection(nn.Module):
 
     def __len__(self) -> int:
         return len(self._tables)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tables
 
     def extra_repr(self) -> str:
         left = [f"left alone: {name} ({reason})" for name, reason in self.left_alone.items()]

@@ -106,7 +106,7 @@ def _device_for(group: ProcessGroup) -> torch.device:
 
 def synchronize(
     operation: Operation,
-    numbers: Sequence[int],
+    numbers: Sequence[int] | int,
     group: ProcessGroup | None,
     *,
     failure: Exception | None = None,
@@ -114,13 +114,14 @@ def synchronize(
 ) -> list[int]:
     """Wait until all ranks are about to run ``operation``; send each rank one number, and return what each has sent.
 
-    A ``failure`` is raised on the rank that met it, and a :class:`PeerError` on all others.
+    A single int goes to all. A ``failure`` is raised on the rank that met it, and a :class:`PeerError` on all others.
     """
     _, ranks = ranks_of(group)
+    numbers = [numbers] * ranks if isinstance(numbers, int) else list(numbers)
     if group is None or ranks == 1:
         if failure is not None:
             raise failure
-        return list(numbers)
+        return numbers
     word = operation.key << 1 | (failure is not None)
     told = torch.tensor([[word, number] for number in numbers], device=_device_for(group))
     heard = torch.empty_like(told)
@@ -138,7 +139,7 @@ def synchronize(
 def agree(operation: Operation, action: Callable[[], _T], group: ProcessGroup | None) -> _T:
     """The result of ``action``, if it raises on no rank; if it does on some, all ranks raise."""
     result, failure = attempt(action)
-    synchronize(operation, [0] * ranks_of(group)[1], group, failure=failure, kind="votes")
+    synchronize(operation, 0, group, failure=failure, kind="votes")
     return cast(_T, result)
 
 
@@ -218,25 +219,22 @@ def swap(
     return incoming
 
 
-def gather_everywhere(local: Tensor, group: ProcessGroup) -> list[Tensor]:
-    """Every rank's tensor of this shape and dtype, in the order of ranks."""
-    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-    count("gathered", (len(gathered) - 1) * local.nbytes)
-    dist.all_gather(gathered, local.contiguous(), group=group)
-    return gathered
-
-
 def gather_uneven(group: ProcessGroup, *tensors: Tensor) -> list[Tensor]:
     """For each tensor, those of all ranks one after the other. They have one length, which may differ between ranks."""
-    length = torch.tensor([len(tensors[0])], device=_device_for(group))
-    lengths = [int(other) for other in gather_everywhere(length, group)]
-    gathered = []
+
+    def gather(local: Tensor) -> list[Tensor]:
+        gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+        count("gathered", (len(gathered) - 1) * local.nbytes)
+        dist.all_gather(gathered, local, group=group)
+        return gathered
+
+    lengths = [int(length) for length in gather(torch.tensor([len(tensors[0])], device=_device_for(group)))]
+    results = []
     for local in tensors:
         padded = local.new_empty(max(lengths), *local.shape[1:])  # gloo's all_gather wants equal shapes
         padded[: len(local)] = local
-        parts = zip(gather_everywhere(padded, group), lengths, strict=True)
-        gathered.append(torch.cat([part[:length] for part, length in parts]))
-    return gathered
+        results.append(torch.cat([part[:length] for part, length in zip(gather(padded), lengths, strict=True)]))
+    return results
 
 
 def each_block(local: Tensor, lengths: list[int], operation: Operation, group: ProcessGroup | None) -> Iterator[Tensor]:
@@ -271,8 +269,7 @@ class GroupPeers:
         number, failure = attempt(measure)
         word = torch.tensor([number or 0.0], dtype=torch.float64).view(torch.int64).item()
         operation = Operation(what, fingerprint(what, about), [str(fact) for fact in about])
-        told = [int(word)] * ranks_of(self.group)[1]
-        words = synchronize(operation, told, self.group, failure=failure, kind="gathered")
+        words = synchronize(operation, int(word), self.group, failure=failure, kind="gathered")
         numbers: list[float] = torch.tensor(words, dtype=torch.int64).view(torch.float64).tolist()
         return numbers
 
@@ -281,5 +278,5 @@ class GroupPeers:
         pending = pending_of(self.group)
         if pending.open:
             operation = Operation(f"optimizer step, with {pending.in_words}", fingerprint("step", *pending.open))
-            synchronize(operation, [0] * ranks_of(self.group)[1], self.group)
+            synchronize(operation, 0, self.group)
             pending.open.clear()  # no rank has

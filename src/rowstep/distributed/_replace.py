@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,20 +22,15 @@ _HOOKS = (
 )
 
 
-@dataclass
-class Found:
+class Found(NamedTuple):
     """The embeddings of a model."""
 
-    modules: dict[str, Plain] = field(default_factory=dict)
+    modules: dict[str, Plain]
     """Those that can be replaced, by name."""
-    left_alone: dict[str, str] = field(default_factory=dict)
+    left_alone: dict[str, str]
     """The others, and why."""
-    _places: list[tuple[nn.Module, str, str]] = field(default_factory=list)
+    places: list[tuple[nn.Module, str, str]]
     """Where each is an attribute of what: one that is used twice is in two places."""
-
-    def replace(self, tables: Mapping[str, nn.Module]) -> None:
-        for parent, attribute, name in self._places:
-            setattr(parent, attribute, tables[name])
 
 
 def embeddings_of(model: nn.Module) -> Found:
@@ -46,7 +40,7 @@ def embeddings_of(model: nn.Module) -> Found:
             "the model is wrapped in DistributedDataParallel, which knows its old embeddings; expected the model "
             "itself. Replace its embeddings first, and then wrap it by rowstep.distributed.ddp"
         )
-    found = Found()
+    found = Found({}, {}, [])
     holders: dict[int, set[int]] = {}
     for module in model.modules():
         for param in module._parameters.values():
@@ -62,7 +56,7 @@ def embeddings_of(model: nn.Module) -> Found:
             names[module] = name
             found.modules[name] = module
         parent, _, attribute = name.rpartition(".")
-        found._places.append((model.get_submodule(parent), attribute, names[module]))
+        found.places.append((model.get_submodule(parent), attribute, names[module]))
     return found
 
 

@@ -172,23 +172,18 @@ class ShardedTable(nn.Module, Generic[_Plain]):
         seed = int(torch.randint(2**62, (), device="cpu"))
         if self.weight.is_meta:
             return
-        for ids, rows in self._fresh_rows(seed):
-            positions = self._shard.order.positions(ids)
-            mine = (positions >= self._shard.positions.start) & (positions < self._shard.positions.stop)
-            self.weight[positions[mine] - self._shard.positions.start] = rows[mine].to(self.weight.device)
-        if (padding := self._local_padding) is not None:
-            self.weight[padding] = 0
-
-    def _fresh_rows(self, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Ids, and rows drawn for them, in chunks: all that this rank holds, whatever the placement of the table."""
         order, held = RowOrder.spread(self.num_embeddings), self._shard.positions
         for chunk in range(held.start // _ROWS_PER_SEED, -(-held.stop // _ROWS_PER_SEED)):
             generator = torch.Generator("cpu").manual_seed((seed + 0x9E3779B97F4A7C15 * chunk) % 2**63)
             shape = (_ROWS_PER_SEED, self.embedding_dim)
             rows = torch.randn(shape, generator=generator, dtype=self.weight.dtype, device="cpu")
             first = chunk * _ROWS_PER_SEED
-            positions = torch.arange(first, min(first + _ROWS_PER_SEED, self.num_embeddings), device="cpu")
-            yield order.ids(positions), rows[: len(positions)]
+            drawn = torch.arange(first, min(first + _ROWS_PER_SEED, self.num_embeddings), device="cpu")
+            here = self.positions(order.ids(drawn)) - held.start  # the same rows for an id, whatever the placement
+            mine = (here >= 0) & (here < len(held))
+            self.weight[here[mine]] = rows[: len(drawn)][mine].to(self.weight.device)
+        if (padding := self._local_padding) is not None:
+            self.weight[padding] = 0
 
     @torch.no_grad()
     def _take_rows_of(self, full_weight: Tensor) -> None:

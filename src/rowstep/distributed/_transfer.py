@@ -129,11 +129,8 @@ class _Rows(torch.autograd.Function):
         pairs = zip(transfer.groups, transfer.found, strict=True)
         sums = [_sums(transfer, group, found, grads) if group.has_grad else None for group, found in pairs]
         used = [grad is not None for grad in grads]
-        arrived = _at_home(transfer, sums, used) if transfer.is_alone else _swap_gradients(transfer, sums, used)
-        gradients = (
-            table.gradient_of(*found) if found is not None else None
-            for table, found in zip(transfer.tables, arrived, strict=True)
-        )
+        arrived = zip(transfer.tables, _swap_gradients(transfer, sums, used), strict=True)
+        gradients = (table.gradient_of(*found) if found is not None else None for table, found in arrived)
         return None, None, *gradients
 
 
@@ -185,25 +182,13 @@ def _sums(transfer: Transfer, group: Group, found: Deduped, grads: Sequence[Tens
     return sums.div_(transfer.divisor) if transfer.divisor > 1 else sums
 
 
-def _at_home(transfer: Transfer, sums: Sequence[Tensor | None], used: Sequence[bool]) -> list[Arrived | None]:
-    """What one rank has of each table for itself."""
-    arrived: list[Arrived | None] = []
-    for group, of_group in zip(transfer.groups, sums, strict=True):
-        counts = [transfer.wanted[0][table] for table in group.tables]
-        parts = [None] * len(counts) if of_group is None else torch.split(of_group, counts)
-        for table, part in zip(group.tables, parts, strict=True):
-            arrived.append((transfer.rows[table], part) if part is not None and used[table] else None)
-    return arrived
-
-
 def _swap_gradients(transfer: Transfer, sums: Sequence[Tensor | None], used: list[bool]) -> list[Arrived | None]:
     """Of each table, the rows here that have a gradient, and their gradients."""
     operation = transfer.operation.then("backward pass", transfer.number)
     # Most losses depend on all tables. If one does not, a line in front of the rows says on which it does.
     line = bytes(used) + bytes(-len(used) % _ALIGNED)
     uses_all = all(used[table] for group in transfer.groups if group.has_grad for table in group.tables)
-    told = [0 if uses_all else len(line)] * len(transfer.wanted)
-    lines = _exchange.synchronize(operation, told, transfer.tables[0].group)
+    lines = _exchange.synchronize(operation, 0 if uses_all else len(line), transfer.tables[0].group)
 
     with_grad = [(group, each) for group, each in zip(transfer.groups, sums, strict=True) if each is not None]
     sizes = [[group.count(each) * group.kind.bytes for group, _ in with_grad] for each in transfer.wanted]
