@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -9,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .._choice import choose
 from .._rules.adam import Scalars, scalars
-from . import _backend, _checks, _files
+from . import _checks, _files, _reference
 from ._checks import FloatArray
 
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
@@ -95,7 +97,7 @@ class Adam:
         """
         p = _checks.checked_param(_checks.checked_name(name), param)
         g = _checks.checked_gradient(name, grad, p.shape, p, may_be_param=True)
-        backend, numbers = _backend.chosen(p, g), self._scalars()
+        backend, numbers = _backend(p, g), self._scalars()
         m, v = self._moments_of(name, p)
         backend.step(p, m, v, g, numbers)
 
@@ -113,7 +115,7 @@ class Adam:
         p = _checks.checked_param(_checks.checked_name(name), param)
         ids = _checks.checked_rows(name, rows, p)
         g = _checks.checked_gradient(name, grad, ids.shape + p.shape[1:], p, may_be_param=False)
-        backend, numbers = _backend.chosen(p, g), self._scalars()
+        backend, numbers = _backend(p, g), self._scalars()
         m, v = self._moments_of(name, p)
         if g.size:
             backend.step_rows(p, m, v, ids.reshape(-1), g.reshape(ids.size, *p.shape[1:]), numbers)
@@ -234,6 +236,17 @@ class AdamW(Adam):
         weight_decay: float = 1e-2,
     ) -> None:
         super().__init__(lr, betas, eps, weight_decay)
+
+
+def _backend(p: FloatArray, g: FloatArray) -> Any:
+    """The module whose ``step`` and ``step_rows`` to call. Numba is imported by the first step that needs it."""
+    preferred = _preferred_backend(os.environ.get("ROWSTEP_BACKEND", ""))
+    return _reference if 2 in (p.itemsize, g.itemsize) else preferred  # Numba has no float16
+
+
+@functools.cache
+def _preferred_backend(name: str) -> Any:
+    return choose(name, "rowstep.arrays._compiled", "rowstep.arrays._reference")
 
 
 def _checked_moments(name: str, moments: Any, *, copy: bool) -> Moments:
