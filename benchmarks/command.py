@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(given, argparse.Namespace(given=given))
     try:
         console, figure = extras.console(), pages.figure(10, 7)
-    except extras.MissingExtraError as error:
+    except extras.CommandError as error:
         return _fail(1, str(error))
     kind = SUITES[arguments.suite]
     if arguments.threads and kind.own_threads:

@@ -59,9 +59,6 @@ def _parser() -> argparse.ArgumentParser:
     demo = command("demo", "train word vectors on Python's manual with rowstep and with torch, side by side")
     demo.add_argument("--steps", type=positive, default=800, help="training steps (default: 800)")
     demo.add_argument("--seconds", type=float, default=45, help="stop training after this long (default: 45)")
-    demo.add_argument("--batch", type=positive, default=4096, help="word pairs per step (default: 4096)")
-    demo.add_argument("--dim", type=positive, default=64, help="numbers per word vector (default: 64)")
-    demo.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: 0)")
 
     bench = command("bench", "time a step beside torch's optimizers, in about a minute; needs 3 GB of memory")
     bench.add_argument("--threads", nargs="+", type=positive, help="thread counts (default: one, and all cores)")

@@ -14,16 +14,11 @@ class CommandError(Exception):
     """The command cannot go on; the message is all that the user sees."""
 
 
-class MissingExtraError(CommandError):
-    def __init__(self, package: str) -> None:
-        super().__init__(f"this command needs {package}, which is not installed: pip install 'rowstep[cli]'")
-
-
 def console() -> Console:
     try:
         from rich.console import Console
     except ImportError:
-        raise MissingExtraError("rich") from None
+        raise CommandError("this command needs rich, which is not installed: pip install 'rowstep[cli]'") from None
     screen = Console()
     # Without a terminal rich takes 80 columns for granted, and tables in log files would wrap.
     return screen if screen.is_terminal else Console(width=150)
