@@ -16,7 +16,6 @@ call and raises, and nobody waits for rows that never come.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +27,7 @@ from .._torch_internals import parameters_of_ddp, running_ddp
 from . import _exchange
 from ._map import Counts, Deduped, JointMap, dedupe
 from ._operation import Operation, fingerprint, pending_of
-from ._transfer import Group, Transfer, joined, transfer_rows
+from ._transfer import Group, Kind, Transfer, joined, transfer_rows
 
 if TYPE_CHECKING:
     from ._table import ShardedTable
@@ -129,8 +128,8 @@ class JointLookup:
     def _groups(self, has_grads: Sequence[bool]) -> list[Group]:
         groups: list[Group] = []
         for number, (table, has_grad) in enumerate(zip(self._tables, has_grads, strict=True)):
-            is_everywhere = table.placement.is_everywhere
-            group = Group(range(number, number + 1), table.kind, table.has_bags, is_everywhere, has_grad)
+            kind = Kind(table.embedding_dim, table.weight.dtype)
+            group = Group(range(number, number + 1), kind, table.has_bags, table.placement.is_everywhere, has_grad)
             if groups and not table.has_bags and groups[-1][1:] == group[1:]:
                 group = group._replace(tables=range(groups.pop().tables.start, number + 1))
             groups.append(group)
@@ -142,8 +141,12 @@ class JointLookup:
         none = torch.empty(0, dtype=torch.int64, device=self._tables[0].weight.device)
         positions = []
         for table, own in zip(self._tables, arguments, strict=True):
-            with table.named_in_errors() if len(arguments) > 1 else contextlib.nullcontext():
+            try:
                 positions.append(table.positions(none if own is None else table.check(*own)))
+            except (IndexError, RuntimeError, TypeError, ValueError) as error:
+                if len(arguments) == 1:
+                    raise
+                raise type(error)(f"{table.label}: {error}") from error
         found: list[Deduped] = []
         parts: list[Sequence[Tensor]] = []
         counts: Counts = [[] for _ in range(self._tables[0].ranks)]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import zlib
-from collections.abc import Iterator
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -19,7 +17,7 @@ from . import _exchange
 from ._fetch import Arguments, JointLookup
 from ._operation import Identity, Operation, new_identity
 from ._placement import DIVIDED, EVERYWHERE, Placement
-from ._transfer import Kind, as_bytes
+from ._transfer import as_bytes
 
 _Plain = TypeVar("_Plain", bound=nn.Embedding | nn.EmbeddingBag)
 _Table = TypeVar("_Table", bound="ShardedTable[Any]")
@@ -87,8 +85,8 @@ class ShardedTable(nn.Module, Generic[_Plain]):
             )
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
-        self.max_norm, self.norm_type, self.gradient = max_norm, norm_type, gradient
-        self.scale_grad_by_freq, self.sparse = False, True
+        self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, False
+        self.gradient = gradient
         group = _exchange.default_group(group)
         self.rank, self.ranks = _exchange.ranks_of(group)
         self.identity: Identity = new_identity(group)
@@ -101,8 +99,13 @@ class ShardedTable(nn.Module, Generic[_Plain]):
         self.register_buffer(ROW_ORDER, self._shard.order_as_tensor, persistent=not self._shard.order.is_by_id)
         if _weight is None:
             self.reset_parameters()
-        else:
-            self._take_rows_of(_weight)
+            return
+        if _weight.shape != (num_embeddings, embedding_dim):
+            raise ValueError(
+                f"the full table has shape {tuple(_weight.shape)}; expected {(num_embeddings, embedding_dim)}"
+            )
+        with torch.no_grad():
+            self.weight.copy_(self._shard.as_local(_weight, RowOrder.by_id(num_embeddings)))
 
     @classmethod
     def from_embedding(
@@ -186,13 +189,6 @@ class ShardedTable(nn.Module, Generic[_Plain]):
             self.weight[padding] = 0
 
     @torch.no_grad()
-    def _take_rows_of(self, full_weight: Tensor) -> None:
-        expected = (self.num_embeddings, self.embedding_dim)
-        if tuple(full_weight.shape) != expected:
-            raise ValueError(f"the full table has shape {tuple(full_weight.shape)}; expected {expected}")
-        self.weight.copy_(self._shard.as_local(full_weight, RowOrder.by_id(self.num_embeddings)))
-
-    @torch.no_grad()
     def full_weight(self) -> Tensor:
         """The whole table, by id, on every rank. All ranks of the group must call this together."""
         operation = Operation(f"gathering of {self.label}")
@@ -200,12 +196,11 @@ class ShardedTable(nn.Module, Generic[_Plain]):
         if self.placement.is_everywhere:
             return local.clone()
         full = torch.empty(self.num_embeddings, self.embedding_dim, dtype=local.dtype, device=local.device)
-        lengths = [len(self.placement.of(rank)) for rank in range(self.ranks)]
-        first = 0
-        for block in _exchange.each_block(local, lengths, operation, self.group):
-            positions = torch.arange(first, first + len(block), device=full.device)
-            full[self._shard.order.ids(positions)] = block
-            first += len(block)
+        held = [self.placement.of(rank) for rank in range(self.ranks)]
+        blocks = _exchange.each_block(local, [len(positions) for positions in held], operation, self.group)
+        for positions, block in zip(held, blocks, strict=True):
+            ids = self._shard.order.ids(torch.arange(positions.start, positions.stop, device=full.device))
+            full[ids] = block
         return full
 
     def local_rows(self, ids: Tensor) -> Tensor:
@@ -240,14 +235,6 @@ class ShardedTable(nn.Module, Generic[_Plain]):
         if name and not self._name:
             self._name, self._joint_lookup = name, None
 
-    @contextlib.contextmanager
-    def named_in_errors(self) -> Iterator[None]:
-        """Say of which of several tables an error is."""
-        try:
-            yield
-        except (IndexError, RuntimeError, TypeError, ValueError) as error:
-            raise type(error)(f"{self.label}: {error}") from error
-
     @property
     def described(self) -> str:
         """What ranks must have in common of it."""
@@ -260,11 +247,6 @@ class ShardedTable(nn.Module, Generic[_Plain]):
         if not self.placement.is_everywhere or self.ranks == 1:
             return ""
         return f", rows with checksum {zlib.crc32(as_bytes(self.weight.detach()).cpu().numpy().tobytes()):08x}"
-
-    @property
-    def kind(self) -> Kind:
-        """What its rows are."""
-        return Kind(self.embedding_dim, self.weight.dtype)
 
     def _look_up(self, *arguments: Any) -> Tensor:
         if self.announced is not None:
@@ -358,5 +340,7 @@ class ShardedTable(nn.Module, Generic[_Plain]):
         return self.__dict__ | {"_joint_lookup": None, "announced": None}
 
     def extra_repr(self) -> str:
-        options = self.plain.extra_repr(self)  # type: ignore[arg-type]  # we have all that it looks at
-        return f"{options}, gradient={self.gradient!r}, rank {self.rank} of {self.ranks} owns {len(self.weight)} rows"
+        options = {name: getattr(self, name) for name in self.settings[2:]} | {"gradient": self.gradient}
+        words = ", ".join(f"{name}={value!r}" for name, value in options.items() if value not in (None, False))
+        size, owned = f"{self.num_embeddings}, {self.embedding_dim}", len(self._shard.positions)
+        return f"{size}, {words}, rank {self.rank} of {self.ranks} owns {owned} rows"

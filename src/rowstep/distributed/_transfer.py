@@ -129,7 +129,8 @@ class _Rows(torch.autograd.Function):
         pairs = zip(transfer.groups, transfer.found, strict=True)
         sums = [_sums(transfer, group, found, grads) if group.has_grad else None for group, found in pairs]
         used = [grad is not None for grad in grads]
-        arrived = zip(transfer.tables, _swap_gradients(transfer, sums, used), strict=True)
+        swap = _at_home if transfer.is_alone else _swap_gradients
+        arrived = zip(transfer.tables, swap(transfer, sums, used), strict=True)
         gradients = (table.gradient_of(*found) if found is not None else None for table, found in arrived)
         return None, None, *gradients
 
@@ -180,6 +181,17 @@ def _sums(transfer: Transfer, group: Group, found: Deduped, grads: Sequence[Tens
         return values / transfer.divisor if transfer.divisor > 1 else values
     sums = sum_duplicates(values, found)
     return sums.div_(transfer.divisor) if transfer.divisor > 1 else sums
+
+
+def _at_home(transfer: Transfer, sums: Sequence[Tensor | None], used: Sequence[bool]) -> list[Arrived | None]:
+    """What one rank has of each table for itself."""
+    arrived: list[Arrived | None] = []
+    for group, of_group in zip(transfer.groups, sums, strict=True):
+        counts = [transfer.wanted[0][table] for table in group.tables]
+        parts = [None] * len(counts) if of_group is None else torch.split(of_group, counts)
+        for table, part in zip(group.tables, parts, strict=True):
+            arrived.append((transfer.rows[table], part) if part is not None and used[table] else None)
+    return arrived
 
 
 def _swap_gradients(transfer: Transfer, sums: Sequence[Tensor | None], used: list[bool]) -> list[Arrived | None]:
