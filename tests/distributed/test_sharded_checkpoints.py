@@ -115,6 +115,7 @@ def assert_same(found: list[Contents], expected: list[Contents], atol: float = 0
         ("mixed", "all state", "SparseAdam"),  # options come from the checkpoint, and their state with them
         ("everywhere", "by row", "by row"),
         ("plain", "all state", "SparseAdam"),
+        ("plain", "SparseAdam", "all state"),
         ("plain", "torch.optim.AdamW", "DeferredAdamW"),
     ],
 )

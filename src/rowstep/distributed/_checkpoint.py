@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor, zeros
@@ -200,7 +201,8 @@ class _Planner(DefaultLoadPlanner):
             orders = self._orders(key, there.size, here.shape)
             if orders[0] != orders[1]:
                 self._moved[key] = orders
-                chunks += _all_chunks(key, there)
+                whole = ChunkStorageMetadata(torch.Size([0] * len(there.size)), there.size)
+                chunks += create_read_items_for_chunk_list(key, there, [whole])
         rest = {key: value for key, value in self.state_dict.items() if key not in self._moved}
         plan = create_default_local_load_plan(rest, self.metadata, strict=not self.allow_partial_load)
         plan.items.extend(chunks)
@@ -232,21 +234,6 @@ class _Planner(DefaultLoadPlanner):
             local = local.narrow(dim, offset, length)
         rows = tensor.reshape(len(tensor), *local.shape[1:])[kept]
         local[(positions[kept] - mine.start).to(local.device)] = rows.to(local.device)
-
-
-def _all_chunks(key: str, written: TensorStorageMetadata) -> list[ReadItem]:
-    return [
-        ReadItem(
-            type=LoadItemType.TENSOR,
-            dest_index=MetadataIndex(key),
-            dest_offsets=chunk.offsets,
-            storage_index=MetadataIndex(key, chunk.offsets, number),
-            storage_offsets=torch.Size([0] * len(chunk.sizes)),
-            lengths=chunk.sizes,
-        )
-        for number, chunk in enumerate(written.chunks)
-        if chunk.sizes.numel()
-    ]
 
 
 def _shape_in_models(key: str, shape: torch.Size) -> torch.Size:

@@ -18,9 +18,8 @@ from torch.distributed import ProcessGroup
 from ._embedding import ShardedEmbedding, ShardedEmbeddingBag
 from ._fetch import Arguments, JointLookup
 from ._placement import DIVIDED, EVERYWHERE, SMALL_TABLE_ROWS
-from ._replace import embeddings_of
+from ._replace import Plain, embeddings_of
 
-Plain = nn.Embedding | nn.EmbeddingBag
 Sharded = ShardedEmbedding | ShardedEmbeddingBag
 
 Ids = Tensor | tuple[Tensor | None, ...]
