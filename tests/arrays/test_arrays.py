@@ -283,21 +283,3 @@ def test_torch_is_never_imported_and_numba_by_the_first_step(backend: str, tmp_p
     lines = python(f"{STEP}step(); path = {str(tmp_path / 'state.npz')!r}; optimizer.save(path); optimizer.load(path)\n"
                    'print(sorted({"torch", "numba"} & set(sys.modules)))').splitlines()  # fmt: skip
     assert lines == ["[]", "['numba']" if backend == "numba" else "[]"]
-
-
-def test_without_numba_numpy_does_it_and_one_warning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ROWSTEP_BACKEND", raising=False)
-    lines = python(
-        STEP
-        + """
-sys.modules["numba"] = None  # makes `import numba` raise ImportError
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    step()
-    step()
-print(len(caught), caught[0].category.__name__, caught[0].filename, bool(param.all()))
-print(caught[0].message)
-"""
-    ).splitlines()
-    assert lines[1] == "1 RuntimeWarning <string> True"
-    assert "Numba could not be imported" in lines[2]

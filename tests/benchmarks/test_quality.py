@@ -14,7 +14,7 @@ from benchmarks import pages, quality
 from benchmarks.command import main
 from benchmarks.quality import interactions, planted, rules, tuning
 from benchmarks.quality.comparison import difference, ratio, student
-from benchmarks.quality.interactions import HEADINGS, DataError, Interactions
+from benchmarks.quality.interactions import HEADINGS, Interactions
 from benchmarks.quality.lazy import RATES, page, rounding
 from benchmarks.quality.lazy.findings import QUICK, Finding, rarity
 from benchmarks.quality.models import STEP, TRAINING, Shape, batches_of, train
@@ -111,14 +111,6 @@ def test_tables_of_the_docs_are_those_of_their_data() -> None:
     text, document = (DOCS / "quality.md").read_text(), json.loads((DOCS / "quality.json").read_text())
     assert pages.fill(text, page.tables(document)) == text
     assert is_png(DOCS / "quality.png")
-
-
-def test_quality_bench_says_what_is_wrong_with_its_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["quality", "--quick", "--only", "movielens", "--data", str(tmp_path / "none.whl"), "--out", str(tmp_path)]
-    assert main(line) == 1
-    assert "expected the wheel of recbole" in capsys.readouterr().err
-    with pytest.raises(DataError, match="the columns are"):
-        list(interactions.parse(["user\titem", "1\t2"]))
 
 
 def test_ranking_is_as_by_hand() -> None:

@@ -82,16 +82,6 @@ def test_every_kind_of_lookup(module: Callable[[], nn.Module], lookup: Callable[
     twins.assert_same()
 
 
-def test_rows_that_are_never_touched_decay() -> None:
-    twins = Twins(embedding(6), weight_decay=0.5, lr=0.1)
-    start = twins.model.weight.detach().clone()
-    for _ in range(20):
-        twins.look_up(1, 3)
-    torch.testing.assert_close(in_memory(twins.model.weight)[5], start[5], rtol=0, atol=0)
-    twins.assert_same()
-    torch.testing.assert_close(twins.model.weight[5], start[5] * 0.95**20, rtol=1e-13, atol=0)
-
-
 class Shop(nn.Module):
     """Tables and a network: users and items, items also as the history of a user, and a bias without a module."""
 
@@ -113,21 +103,3 @@ def test_nested_modules_that_share_a_weight_and_several_lookups() -> None:
     for _ in range(60):
         twins.step(reading(zipf(30, 4), zipf(50, 4), zipf(50, 8).reshape(4, 2)))
     twins.assert_same()
-
-
-def test_a_module_that_is_read_without_gradients() -> None:
-    twins = Twins(embedding())
-    for step in range(30):
-        twins.look_up(*zipf(30, 4).tolist())
-        with torch.no_grad():
-            assert distance(*(model(torch.tensor([step, 3, 39])) for model in (twins.model, twins.twin))) <= 1e-13
-    twins.assert_same()
-
-
-def test_an_empty_table() -> None:
-    for shape in ((0, 3), (3, 0)):
-        twins = Twins(embedding(*shape))
-        twins.step(
-            lambda model: model(torch.empty(0, dtype=torch.int64)) + model.weight.new_zeros(1, model.weight.shape[1])
-        )
-        twins.assert_same()

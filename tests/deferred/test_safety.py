@@ -15,13 +15,11 @@ from tests.helpers.deferred_cases import (
     BAR,
     Forward,
     Twins,
-    assert_same_parameter,
     distance,
     embedding,
-    optimizers,
     zipf,
 )
-from tests.helpers.gradients import Snapshot, copy_of, rows_of, step_with, table
+from tests.helpers.gradients import Snapshot, rows_of, step_with, table
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -93,34 +91,6 @@ def test_reads_that_are_not_seen(way: str) -> None:
             twins.ours.flush(weight)
         twins.step(unseen(ids))
     twins.assert_same()
-
-
-def test_a_dense_gradient_of_stale_rows_is_an_error_too() -> None:
-    twins = after_some_steps()
-    before = Snapshot(twins.ours)
-    twins.ours.zero_grad()
-    with torch._C.DisableTorchFunctionSubclass():
-        twins.model.weight.square().sum().backward()
-    with pytest.raises(StaleRowsError, match=r"of the gradient's 40 rows were not up to date"):
-        twins.ours.step()
-    before.assert_unchanged()
-    twins.step(lambda model: model.weight)
-    twins.assert_same()
-
-
-def test_stale_rows_may_be_allowed() -> None:
-    """Then the rows are brought up to date inside the step: dense Adam's result for the gradients as they are."""
-    param = table(8, 2, dtype=torch.float64)
-    twin = copy_of(param)
-    ours, theirs = optimizers([param], [twin], weight_decay=0.1, lr=0.01, allow_stale=True)
-    for _ in range(30):
-        grad = rows_of(param, zipf(8, 2))
-        step_with(ours, param, grad)
-        step_with(theirs, twin, grad.to_dense())
-    step_with(ours, param, torch.ones_like(param))
-    step_with(theirs, twin, torch.ones_like(twin))
-    ours.flush()
-    assert_same_parameter(ours, param, theirs, twin)
 
 
 @pytest.mark.parametrize("allow_stale", [False, True])

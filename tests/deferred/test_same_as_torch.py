@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.deferred_cases import LONG, RATE, SCHEDULES, Twins, embedding, only_long, optimizers, reading, zipf
-from tests.helpers.gradients import rows_of, same_bits
+from tests.helpers.deferred_cases import LONG, RATE, SCHEDULES, Twins, embedding, only_long, reading, zipf
+from tests.helpers.gradients import rows_of
 
 # Each names what it changes: of the optimizer's options, or of how the run is driven.
 VARIANTS: list[dict[str, Any]] = [
@@ -120,20 +120,3 @@ def test_tables_that_take_the_same_steps_and_then_part() -> None:
     wait(twins, [1], 30)
     wait(twins, [0, 1], 30)
     twins.assert_same()
-
-
-@pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1, "amsgrad": True}], ids=str)
-def test_dense_gradients_step_exactly_as_torchs_own(options: dict[str, Any]) -> None:
-    ours, theirs = nn.Linear(5, 3), nn.Linear(5, 3)
-    theirs.load_state_dict(ours.state_dict())
-    optimizer, reference = optimizers(ours, theirs, **options)
-    reference.param_groups[0].update(fused=True, foreach=False)
-    for _ in range(30):
-        x = torch.randn(4, 5)
-        for model, one in ((ours, optimizer), (theirs, reference)):
-            one.zero_grad()
-            model(x).square().mean().backward()
-            one.step()
-    for param, twin in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert same_bits(param, twin)

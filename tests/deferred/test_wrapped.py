@@ -207,9 +207,3 @@ def test_a_table_in_shared_memory() -> None:
     assert distance(twins.model[0].weight, twins.twin[0].weight) <= BAR
     train(twins)
     twins.assert_same()
-
-
-def test_a_table_that_is_made_narrower_has_all_of_its_steps() -> None:
-    twins = waiting(embedding())
-    twins.model.float()
-    assert distance(twins.model.weight, twins.twin.weight.float()) == 0

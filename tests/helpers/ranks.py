@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-
 OnWarning = Literal["default", "error"]
 
 

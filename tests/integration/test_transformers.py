@@ -86,18 +86,6 @@ def test_the_trainer(name: str, tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", RIVALS)
-def test_a_checkpoint_and_the_rest_of_the_run(name: str, tmp_path: Path) -> None:
-    ours, _, _ = RIVALS[name]
-    straight = classifier()
-    run = trainer(straight, ours(straight), tmp_path, save_strategy="epoch")
-    run.train()
-    resumed = classifier()
-    rest = trainer(resumed, ours(resumed), tmp_path)
-    rest.train(resume_from_checkpoint=str(tmp_path / "checkpoint-40"))
-    assert loss(rest) == pytest.approx(loss(run), rel=1e-6)
-
-
 @pytest.mark.parametrize("cls", [SparseAdam, DeferredAdam])
 def test_a_class_for_the_trainer_to_make_its_optimizer_of(cls: type[Optimizer], tmp_path: Path) -> None:
     model = classifier()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,25 +11,9 @@ from torch.nn import Parameter
 
 from rowstep import SparseAdam
 from tests.helpers.by_hand import AdamByHand
-from tests.helpers.gradients import copy_of, entries_of, rows_of, same_bits, sparse, step_with, table
+from tests.helpers.gradients import copy_of, rows_of, same_bits, sparse, step_with, table
 
 pytestmark = pytest.mark.usefixtures("backend")
-
-
-@pytest.mark.parametrize(("sparse_dim", "dense_dim"), [(0, 0), (0, 2), (1, 0), (1, 1), (1, 3), (2, 0), (2, 1), (3, 2)])
-def test_all_sparse_and_dense_dimensions(sparse_dim: int, dense_dim: int) -> None:
-    lead, rest = (4, 2, 3)[:sparse_dim], (2, 3, 2)[:dense_dim]
-    param = table(*lead, *rest, dtype=torch.float64)
-    hand = AdamByHand(param.detach().reshape(math.prod(lead), math.prod(rest)), lr=0.1)
-    optimizer = SparseAdam([param], lr=0.1)
-    for _ in range(5):
-        grad = entries_of(param, 5, sparse_dim)
-        assert (grad.sparse_dim(), grad.dense_dim()) == (sparse_dim, dense_dim)
-        step_with(optimizer, param, grad)
-        rows = np.ravel_multi_index(grad._indices().numpy(), lead).tolist() if lead else [0] * 5
-        hand.step(rows, grad._values().reshape(5, -1))
-    torch.testing.assert_close(param.detach(), torch.from_numpy(hand.p).reshape(param.shape))
-    torch.testing.assert_close(optimizer.state[param]["exp_avg_sq"], torch.from_numpy(hand.v).reshape(param.shape))
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (0, 2), (4, 0), (4,)], ids=str)
@@ -62,15 +44,6 @@ def test_an_explicit_zero_is_a_gradient() -> None:
     assert optimizer.state[ours]["exp_avg"][1, 0] < optimizer.state[ours]["exp_avg"][2, 0]
 
 
-def test_duplicates_that_cancel_are_a_gradient_of_zero() -> None:
-    param = table(3, 1)
-    optimizer = SparseAdam([param])
-    step_with(optimizer, param, rows_of(param, [1], 1.0))
-    before = param.detach().clone()
-    step_with(optimizer, param, rows_of(param, [1, 1], torch.tensor([2.0, -2.0])))
-    assert (param != before).flatten().tolist() == [False, True, False]
-
-
 def strided_indices(param: Parameter) -> Tensor:
     return sparse(torch.tensor([4, 9, 0, 9, 2, 9, 0, 9, 1, 9])[::2].unsqueeze(0), torch.randn(5, 3), param.shape)
 
@@ -88,23 +61,6 @@ def test_indices_may_be_strided(make: Callable[[Parameter], Tensor]) -> None:
     step_with(SparseAdam([ours]), ours, grad)
     step_with(torch.optim.SparseAdam([theirs]), theirs, grad)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("nonfinite", ["propagate", "raise"])
-def test_the_gradient_is_never_modified(nonfinite: str) -> None:
-    param = table(5, 3, dtype=torch.float64)
-    optimizer = SparseAdam([param], weight_decay=0.1, maximize=True, nonfinite=nonfinite)
-    grad, dense = entries_of(param, 9, 1), torch.randn(5, 3, dtype=torch.float64)
-    indices, values, copied = grad._indices().clone(), grad._values().clone(), dense.clone()
-    step_with(optimizer, param, grad)
-    assert param.grad is grad
-    assert not grad.is_coalesced()
-    assert torch.equal(grad._indices(), indices)
-    assert same_bits(grad._values(), values)
-    for force_sparse in (False, True):
-        optimizer.param_groups[0]["force_sparse"] = force_sparse
-        step_with(optimizer, param, dense)
-        assert same_bits(dense, copied)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import StateDict, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import StateDict
 
 from rowstep import SparseAdam
 from tests.helpers.gradients import rows_of, same_bits, step_with, table
@@ -39,30 +39,6 @@ def test_step_hooks_run_before_and_after_the_step_until_removed(optimizer: Spars
         handle.remove()
     optimizer.step()
     assert len(seen) == 2
-
-
-def test_a_step_pre_hook_may_replace_the_arguments(optimizer: SparseAdam) -> None:
-    def replace(
-        self: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (self,), {"closure": lambda: 42.0}
-
-    optimizer.register_step_pre_hook(replace)
-    assert optimizer.step(lambda: 1.0) == 42.0
-
-
-def test_global_step_hooks_run_too(optimizer: SparseAdam) -> None:
-    seen: list[str] = []
-    handles = [
-        register_optimizer_step_pre_hook(lambda self, args, kwargs: seen.append("before")),
-        register_optimizer_step_post_hook(lambda self, args, kwargs: seen.append("after")),
-    ]
-    try:
-        optimizer.step()
-    finally:
-        for handle in handles:
-            handle.remove()
-    assert seen == ["before", "after"]
 
 
 def test_state_dict_hooks_run_in_order_and_may_replace_the_result(optimizer: SparseAdam) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from rowstep import SparseAdam
-from tests.helpers.gradients import same_bits
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -77,28 +76,6 @@ def test_gradients_accumulate_over_several_backward_passes(expanded: bool) -> No
     SparseAdam(model.parameters()).step()
     SparseAdam(whole.parameters()).step()
     torch.testing.assert_close(model.weight, whole.weight)
-
-
-def test_tied_weights_arrive_dense_and_step_as_under_adam() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(20, 4, sparse=True)
-            self.head = nn.Linear(4, 20, bias=False)
-            self.head.weight = self.table.weight
-
-        def forward(self, ids: Tensor) -> Tensor:
-            scores: Tensor = self.head(self.table(ids))
-            return scores
-
-    model = Tied()
-    twin = copy.deepcopy(model)
-    ids = torch.tensor([3, 5, 3])
-    train(model, SparseAdam(model.parameters()), lambda model, step: model(ids).square().mean())
-    train(twin, torch.optim.Adam(twin.parameters(), fused=True), lambda model, step: model(ids).square().mean())
-    assert model.table.weight.grad is not None
-    assert not model.table.weight.grad.is_sparse
-    assert same_bits(model.table.weight, twin.table.weight)
 
 
 def test_a_complex_valued_model() -> None:

@@ -100,14 +100,6 @@ def test_any_number_of_threads_gives_the_same_bits(dtype: torch.dtype) -> None:
         assert all(same_bits(one, other) for one, other in zip(results[0], others, strict=True))
 
 
-def test_eps_is_added_to_the_uncorrected_root_of_a_sparse_gradient() -> None:
-    # First step: m = (1-b1) g, sqrt(v) = sqrt(1-b2) |g|, and a step size of lr sqrt(1-b2) / (1-b1).
-    param = Parameter(torch.zeros(2, 1, dtype=torch.float64))
-    optimizer = SparseAdam([param], lr=0.1, betas=(0.9, 0.99), eps=0.5)
-    step_with(optimizer, param, rows_of(param, [1], 2.0))
-    assert param[1].item() == pytest.approx(-0.1 * 0.1 * 2.0 / (0.1 * 2.0 + 0.5))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_eps_is_added_to_the_corrected_root_of_a_dense_gradient(dtype: torch.dtype) -> None:
     param = Parameter(torch.zeros(2, 1, dtype=torch.float64))
