@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,13 @@ from benchmarks import pages, quality
 from benchmarks.command import main
 from benchmarks.quality import interactions, planted, rules, tuning
 from benchmarks.quality.comparison import difference, ratio, student
-from benchmarks.quality.interactions import HEADINGS, Interactions
+from benchmarks.quality.interactions import HEADINGS, MEMBER, Interactions
 from benchmarks.quality.lazy import RATES, page, rounding
 from benchmarks.quality.lazy.findings import QUICK, Finding, rarity
 from benchmarks.quality.models import STEP, TRAINING, Shape, batches_of, train
 from benchmarks.quality.ranking import FULL_NDCG, HIT_RATE, METRICS, NDCG, TAIL_HIT_RATE, figures_of, rank
 from benchmarks.quality.rules import ADAGRAD, ADAM, BESIDE_ADAM, CONTROLS, DEFERRED, SPARSE, Rule, Settings
 from benchmarks.quality.tuning import FIRST_TUNING_SEED, Figure, Outcome, Search, Tuned, outward
-from tests.helpers.made_up_wheel import write_wheel
 from tests.helpers.pictures import is_png
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -40,6 +40,18 @@ def two_tastes() -> Interactions:
         [(user, 6 * (user % 2) + (user // 2 + at) % 6) for user in range(40) for at in range(6)], dtype=torch.int64
     ).reshape(40, 6, 2)
     return Interactions(40, 12, pairs[:, :4].reshape(-1, 2), pairs[:, 4], pairs[:, 5])
+
+
+def write_wheel(path: Path, users: int = 12, items: int = 30) -> Path:
+    """User n has met every second item from n on."""
+    rows = [
+        f"u{user}\ti{(user + 2 * at) % items}\t3\t{880_000_000 + at}"
+        for user in range(users)
+        for at in range(items // 3)
+    ]
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr(MEMBER, "\n".join(["\t".join(HEADINGS), *rows]) + "\n")
+    return path
 
 
 def test_quality_bench_writes_all_figures(

@@ -32,14 +32,6 @@ def by_keyword() -> Forward:
     return lambda model: model(input=batch)
 
 
-def transposed() -> Forward:
-    return reading(ids(6)[::2].expand(2, 3).t())
-
-
-def one_id() -> Forward:
-    return reading(ids())
-
-
 def with_offsets() -> Forward:
     return reading(ids(6), torch.tensor([0, 2, 2, 5]))
 
@@ -58,8 +50,6 @@ LOOKUPS: list[tuple[Callable[[], nn.Module], Callable[[], Forward]]] = [
     (embedding, plain),
     (embedding, matrix),
     (embedding, by_keyword),
-    (embedding, transposed),
-    (embedding, one_id),
     (lambda: embedding(padding_idx=0), plain),
     (lambda: embedding(padding_idx=-1), plain),
     (lambda: embedding(max_norm=0.8), plain),

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from rowstep import DeferredAdam, DeferredAdamW
 from tests.helpers.deferred_cases import (
@@ -53,8 +52,6 @@ def test_a_float32_tensor_as_lr() -> None:
     "change",
     [
         {"betas": (0.5, 0.99)},
-        {"betas": (0.3, 0.1)},
-        {"betas": (0.95, 0.95), "eps": 1e-3},
         {"betas": (0.0, 1e-9)},
         {"maximize": True},
         {"betas": (0.95, 0.999), "eps": 1e-6, "lr": 0.02, "weight_decay": 1.0},
@@ -80,12 +77,8 @@ REFUSED: list[tuple[type[DeferredAdam], dict[str, Any], str]] = [
     ),
     (DeferredAdamW, {"betas": (0.9999, 0.99999)}, r"would act for \d+ steps"),
     (DeferredAdamW, {"lr": 1.0, "weight_decay": 1.0}, r"lr \* weight_decay is 1.0; expected less than 1"),
-    (DeferredAdamW, {"weight_decay": -1.0}, "Invalid weight_decay value: -1.0"),
-    (DeferredAdam, {"lr": -0.1}, "Invalid learning rate: -0.1"),
     (DeferredAdam, {"weight_decay": 0.1}, "Use DeferredAdamW"),
     (DeferredAdam, {"eps": -1.0}, "Invalid epsilon value: -1.0"),
-    (DeferredAdam, {"betas": (1.0, 0.9)}, "Invalid beta parameter at index 0: 1.0"),
-    (DeferredAdam, {"amsgrad": "yes"}, "Invalid amsgrad: 'yes'"),
 ]
 
 
@@ -111,10 +104,3 @@ def test_refused_in_a_group(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         optimizer.add_param_group(groups[1])
     assert len(optimizer.param_groups) == 1
-
-
-@pytest.mark.parametrize("kind", ["sparse", "complex"])
-def test_parameters_that_cannot_be_stepped(kind: str) -> None:
-    param: Tensor = torch.ones(2, 2).to_sparse() if kind == "sparse" else torch.ones(2, 2, dtype=torch.complex64)
-    with pytest.raises(ValueError, match=rf"{kind.capitalize()} params at indices \[\[0, 0\]\]: DeferredAdamW"):
-        DeferredAdamW([param.requires_grad_()])

@@ -150,15 +150,6 @@ def tied_to_an_output_layer(run: Run) -> Iterator[Tensor]:
 
 
 @program
-def tied_but_detached(run: Run) -> Iterator[Tensor]:
-    """The whole table is read at every step, and only the rows looked up get a gradient."""
-    optimizer = run.make(run.table.parameters())
-    for _ in range(STEPS):
-        yield run.train(lambda ids: run.table(ids) @ run.table.weight.detach().T, optimizer)
-    yield run.table.weight
-
-
-@program
 def rows_with_a_largest_norm(run: Run) -> Iterator[Tensor]:
     run.table.max_norm = 0.7
     optimizer = run.make(run.table.parameters())

@@ -82,14 +82,6 @@ def test_a_traced_model(gone: bool) -> None:
         twins.assert_same()
 
 
-def test_a_symbolic_trace_reads_through_the_module() -> None:
-    twins = waiting(network())
-    graph = torch.fx.symbolic_trace(twins.model)
-    assert distance(graph(torch.arange(40)), twins.twin(torch.arange(40))) <= BAR
-    train(twins)
-    twins.assert_same()
-
-
 # Parametrizations
 
 
@@ -177,19 +169,6 @@ def test_a_module_that_holds_its_optimizer(copied: Callable[[Any], Any]) -> None
 
 
 # What else is done to modules
-
-
-def test_a_shallow_copy_reads_the_same_table() -> None:
-    twins = waiting(embedding())
-    other = copy.copy(twins.model)
-    assert other.weight is twins.model.weight
-    whole = torch.arange(40)
-    assert distance(other(whole), twins.twin(whole)) <= BAR
-    train(twins)
-    other.eval()
-    assert distance(other.weight, twins.twin.weight) <= BAR
-    train(twins)
-    twins.assert_same()
 
 
 def test_weights_that_are_assigned() -> None:

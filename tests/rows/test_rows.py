@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -53,14 +54,42 @@ def make(request: pytest.FixtureRequest) -> Callable[[Embedding], Optimizer]:
     return MAKERS[request.param]
 
 
-def assert_goes_on(
-    make: Callable[[Embedding], Optimizer],
-    operate: Callable[[Run], None],
-    names: Sequence[int] = range(ROWS),
-    **options: Any,
-) -> Run:
-    """Training before and after the operation is that of a run without it, for the rows named."""
-    changed, plain = Run(make, **options), Run(make, **options)
+def permute(run: Run) -> None:
+    order = torch.randperm(ROWS)
+    run.optimizer.permute_rows(run.weight, order)
+    run.place = torch.argsort(order)
+
+
+def grow(run: Run) -> None:
+    run.optimizer.grow(run.weight, 5, init=torch.randn(5, 3, dtype=torch.float64))
+    state = run.optimizer.state[run.weight]
+    assert all(len(tensor) == ROWS + 5 for key, tensor in state.items() if key != "step")
+
+
+KEPT = [1, 4, 5, 11, 12, 19]
+
+
+def keep(run: Run, as_mask: bool) -> None:
+    ids = torch.tensor(KEPT)
+    run.optimizer.keep_rows(run.weight, torch.isin(torch.arange(ROWS), ids) if as_mask else ids)
+    run.place[ids] = torch.arange(len(KEPT))
+
+
+@pytest.mark.parametrize(
+    ("operate", "rows", "sparse"),
+    [
+        (permute, ROWS, True),
+        (permute, ROWS, False),
+        (grow, ROWS + 5, True),
+        (keep, 6, True),
+        (partial(keep, as_mask=True), 6, True),
+    ],
+)
+def test_rows_go_on_as_in_a_run_without_surgery(
+    make: Callable[[Embedding], Optimizer], operate: Callable[[Run], None], rows: int, sparse: bool
+) -> None:
+    names = KEPT if rows < ROWS else range(ROWS)
+    changed, plain = Run(make, sparse=sparse), Run(make, sparse=sparse)
     for run in (changed, plain):
         torch.manual_seed(2)
         run.train(25)
@@ -70,40 +99,7 @@ def assert_goes_on(
         run.train(25, names)
     torch.testing.assert_close(changed.rows(names), plain.rows(names), rtol=1e-12, atol=1e-12)
     assert changed.module.weight is changed.weight
-    return changed
-
-
-@pytest.mark.parametrize("sparse", [True, False])
-def test_a_permuted_table_goes_on(make: Callable[[Embedding], Optimizer], sparse: bool) -> None:
-    def permute(run: Run) -> None:
-        order = torch.randperm(ROWS)
-        run.optimizer.permute_rows(run.weight, order)
-        run.place = torch.argsort(order)
-
-    assert_goes_on(make, permute, sparse=sparse)
-
-
-def test_a_grown_table_goes_on(make: Callable[[Embedding], Optimizer]) -> None:
-    new = torch.randn(5, 3, dtype=torch.float64)
-    run = assert_goes_on(make, lambda run: run.optimizer.grow(run.weight, 5, init=new))
-    assert run.weight.shape == (ROWS + 5, 3)
-    state = run.optimizer.state[run.weight]
-    assert all(len(tensor) == ROWS + 5 for key, tensor in state.items() if key != "step")
-    run.place = torch.arange(ROWS + 5)
-    run.train(10, range(ROWS + 5))
-
-
-@pytest.mark.parametrize("as_mask", [True, False])
-def test_the_rows_that_are_kept_go_on(make: Callable[[Embedding], Optimizer], as_mask: bool) -> None:
-    names = [1, 4, 5, 11, 12, 19]
-
-    def keep(run: Run) -> None:
-        ids = torch.tensor(names)
-        run.optimizer.keep_rows(run.weight, torch.isin(torch.arange(ROWS), ids) if as_mask else ids)
-        run.place[ids] = torch.arange(len(names))
-
-    run = assert_goes_on(make, keep, names)
-    assert run.weight.shape == (len(names), 3)
+    assert changed.weight.shape == (rows, 3)
 
 
 def test_reset_rows_are_new_to_the_optimizer(make: Callable[[Embedding], Optimizer]) -> None:

@@ -97,7 +97,7 @@ def test_bfloat16_duplicates_are_summed_in_float32() -> None:
 
 def test_float16_duplicates_may_pass_through_what_float16_cannot_hold() -> None:
     param = Parameter(torch.zeros(2, 1, dtype=torch.float16))
-    optimizer = SparseAdam([param], betas=(0.0, 0.0))
+    optimizer = SparseAdam([param], betas=(0.0, 0.0), nonfinite="raise")
     step_with(optimizer, param, rows_of(param, [1] * 5, torch.tensor([60000.0, 60000.0, -60000.0, -60000.0, 3.0])))
     assert optimizer.state[param]["exp_avg"].flatten().tolist() == [0.0, 3.0]
 

@@ -82,16 +82,3 @@ def test_a_one_element_gradient_of_a_view_with_an_offset() -> None:
     step_with(optimizer, param, sparse([[3, 3]], torch.tensor([1.0, 1.0]), (8,)))
     assert memory.nonzero().tolist() == [[43]]
     assert param[3].item() == pytest.approx(-0.5)
-
-
-def test_new_moments_have_the_strides_of_their_parameter() -> None:
-    small, large = Parameter(torch.randn(4, 6).t()), Parameter(torch.zeros(1500, 2000).t())
-    optimizer = SparseAdam([small, large])
-    for param in (small, large):
-        param.grad = rows_of(param, [1])
-    optimizer.step()
-    for param in (small, large):
-        for key in ("exp_avg", "exp_avg_sq"):
-            moment = optimizer.state[param][key]
-            assert moment.stride() == param.stride()
-            assert moment.any(dim=1).nonzero().flatten().tolist() == [1]

@@ -49,7 +49,7 @@ def test_skip_leaves_the_row_and_counts_it(bad: float, bias_correction: str) -> 
         assert optimizer.state[param]["row_step"].tolist() == hand.row_steps
 
 
-def test_skip_looks_at_the_sum_and_not_at_the_addends() -> None:
+def test_skip_and_raise_look_at_the_sum_and_not_at_the_addends() -> None:
     # Each number is finite and their sum is not, so the row is skipped; the other row's infinities make a NaN.
     largest = torch.finfo(torch.float32).max
     param = table(4, 1)
@@ -59,6 +59,8 @@ def test_skip_looks_at_the_sum_and_not_at_the_addends() -> None:
     step_with(optimizer, param, rows_of(param, [0, 1, 0, 2, 2], values))
     assert (param != before).flatten().tolist() == [False, True, False, False]
     assert optimizer.skipped_rows == 2
+    with pytest.raises(FloatingPointError):
+        step_with(SparseAdam([param], nonfinite="raise"), param, rows_of(param, [0, 1, 0], largest))
 
 
 def test_skip_with_force_sparse() -> None:

@@ -1,4 +1,4 @@
-"""Random tables, gradients and options: the compiled kernels compute what the reference says."""
+"""Ids are grouped before rows step: whatever their order and the table, the occurrences of each come together."""
 
 from __future__ import annotations
 
