@@ -45,13 +45,3 @@ def test_a_gradient_of_zeros_counts_a_step_and_changes_nothing(zero: float) -> N
     step_with(optimizer, param, torch.full((3, 2), zero))
     assert same_bits(param, before)
     assert optimizer.state[param]["step"] == 1
-
-
-@pytest.mark.parametrize("shape", [(), (3,), (0, 4), (4, 0), (2, 1, 3, 2)], ids=str)
-def test_it_takes_any_shape(shape: tuple[int, ...]) -> None:
-    param = table(*shape, dtype=torch.float64)
-    before = param.detach().clone()
-    optimizer = SparseAdam([param], lr=0.1, eps=1e-12, force_sparse=True)
-    step_with(optimizer, param, torch.ones(shape, dtype=torch.float64))
-    torch.testing.assert_close(param.detach(), before - 0.1)
-    assert optimizer.state[param]["exp_avg"].shape == shape

@@ -1,7 +1,7 @@
 """Training as people do it with nothing but torch: schedulers, scaled losses, clipping, averaged weights.
 
-Each run ends better than it began, and as the same run with torch's optimizer. Accumulated gradients and compiled
-models have their tests in test_models.py, test_in_company.py, and test_gradients.py and test_modules.py of deferred/.
+Each run ends better than it began, and as the same run with torch's optimizer. Compiled models
+have their tests in test_in_company.py and deferred/test_tracing.py, accumulated gradients in deferred/test_programs.py.
 """
 
 from __future__ import annotations

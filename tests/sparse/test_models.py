@@ -56,28 +56,6 @@ def test_several_lookups_in_one_forward_pass_arrive_as_one_gradient() -> None:
     assert model.weight.grad._nnz() == 36
 
 
-@pytest.mark.parametrize("expanded", [True, False])
-def test_gradients_accumulate_over_several_backward_passes(expanded: bool) -> None:
-    model = nn.Embedding(20, 4, sparse=True)
-    whole = copy.deepcopy(model)
-    ids = torch.tensor([1, 2, 3, 3, 2, 5, 1, 1, 9])
-
-    def loss(vectors: Tensor) -> Tensor:
-        return vectors.sum() if expanded else vectors.square().sum()
-
-    sizes = []
-    for part in torch.split(ids, 3):
-        torch.autograd.backward(loss(model(part)))
-        assert model.weight.grad is not None
-        sizes.append(model.weight.grad._nnz())
-    # torch concatenates the values of a sum. Values that have memory of their own it merges, but not completely.
-    assert sizes == ([3, 6, 9] if expanded else [3, 5, 7])
-    torch.autograd.backward(loss(whole(ids)))
-    SparseAdam(model.parameters()).step()
-    SparseAdam(whole.parameters()).step()
-    torch.testing.assert_close(model.weight, whole.weight)
-
-
 def test_a_complex_valued_model() -> None:
     # Knowledge-graph models (ComplEx, RotatE) conjugate: the gradient's values are then lazily negated views.
     class Pair(nn.Module):
