@@ -145,28 +145,12 @@ def test_new_rows_are_what_a_function_makes_of_them() -> None:
         (lambda opt, p: opt.keep_rows(p, torch.tensor([4])), IndexError, "id 4 is outside .* 0 <= id < 4"),
         (lambda opt, p: opt.keep_rows(p, torch.tensor([1, 1])), ValueError, "ids contains duplicates"),
         (lambda opt, p: opt.keep_rows(p, torch.tensor([0.5])), TypeError, "dtype torch.float32; expected integers"),
-        (
-            lambda opt, p: opt.keep_rows(p, torch.tensor([True])),
-            ValueError,
-            "the mask has 1 entries; expected 4, one per row",
-        ),
+        (lambda opt, p: opt.keep_rows(p, torch.tensor([True])), ValueError, "the mask has 1 entries; expected 4, one"),
         (lambda opt, p: opt.keep_rows(p, torch.tensor([[1]])), ValueError, r"shape \(1, 1\); expected one dimension"),
-        (
-            lambda opt, p: opt.permute_rows(p, torch.tensor([1, 0])),
-            ValueError,
-            "order has 2 entries; expected 4, with each row once",
-        ),
-        (
-            lambda opt, p: opt.permute_rows(p, torch.ones(4, dtype=torch.bool)),
-            ValueError,
-            "order is boolean; expected integer row numbers",
-        ),
+        (lambda opt, p: opt.permute_rows(p, torch.tensor([1, 0])), ValueError, "order has 2 entries; expected 4, with"),
+        (lambda opt, p: opt.permute_rows(p, torch.ones(4).bool()), ValueError, "order is boolean; expected integer"),
         (lambda opt, p: opt.reset_rows(p, torch.tensor([-1])), IndexError, "id -1 is outside"),
-        (
-            lambda opt, p: opt.reset_rows(table(4, 2), torch.tensor([1])),
-            ValueError,
-            "does not belong to this optimizer",
-        ),
+        (lambda opt, p: opt.reset_rows(table(4, 2), torch.tensor([1])), ValueError, "does not belong to this opt"),
     ],
 )
 def test_what_cannot_be_done_changes_nothing(

@@ -75,4 +75,4 @@ def test_float32_gradients_of_other_parameters(dtype: torch.dtype, dense: bool) 
         hand.step(range(6), values)
     assert param.dtype == optimizer.state[param]["exp_avg"].dtype == dtype
     rtol = 1e-10 if dtype == torch.float64 else 2**-6
-    torch.testing.assert_close(param.detach().double(), torch.from_numpy(hand.p), rtol=rtol, atol=rtol)
+    torch.testing.assert_close(param.detach().double(), hand.p, rtol=rtol, atol=rtol)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from rowstep import DeferredAdam, DeferredAdamW, SparseAdam
@@ -66,8 +65,7 @@ class Run:
         for param, model in zip(self.params, self.models, strict=True):
             assert param.grad is not None
             grad = param.grad.coalesce() if self.kind is SparseAdam and param.grad.is_sparse else param.grad.to_dense()
-            rows, values = (grad.indices()[0], grad.values()) if grad.is_sparse else (range(len(grad)), grad)
-            model.step(rows.tolist() if isinstance(rows, Tensor) else rows, values)
+            model.step(*((grad.indices()[0], grad.values()) if grad.is_sparse else (range(len(grad)), grad)))
 
     def counts(self) -> list[int]:
         return [int(self.optimizer.state[param]["step"]) for param in self.params]
@@ -75,7 +73,7 @@ class Run:
     def assert_right(self) -> None:
         self.optimizer.state_dict()  # no row waits any more
         for param, model in zip(self.params, self.models, strict=True):
-            torch.testing.assert_close(param.detach(), torch.from_numpy(model.p), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(param.detach(), model.p, rtol=1e-12, atol=1e-12)
 
     def save_and_load(self) -> None:
         """Go on with another optimizer, as after a restart."""

@@ -44,8 +44,8 @@ def test_the_trajectory_is_the_one_computed_by_hand(options: dict[str, Any]) -> 
     if hand.amsgrad:
         expected["max_exp_avg_sq"] = hand.v_max
     for key, value in expected.items():
-        torch.testing.assert_close(optimizer.state[param][key], torch.from_numpy(value), rtol=1e-12, atol=1e-15)
-    torch.testing.assert_close(param.detach(), torch.from_numpy(hand.p), rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(optimizer.state[param][key], value, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(param.detach(), hand.p, rtol=1e-12, atol=1e-15)
     assert optimizer.state[param]["step"] == 25
     if hand.bias_correction == "row":
         assert optimizer.state[param]["row_step"].tolist() == hand.row_steps
