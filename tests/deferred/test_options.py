@@ -8,14 +8,7 @@ import pytest
 import torch
 
 from rowstep import DeferredAdam, DeferredAdamW
-from tests.helpers.deferred_cases import (
-    Twins,
-    distance,
-    embedding,
-    optimizers,
-    with_dense_gradients,
-    zipf,
-)
+from tests.helpers.deferred_cases import Twins, distance, embedding, optimizers, with_dense_gradients, zipf
 from tests.helpers.gradients import table
 
 pytestmark = pytest.mark.usefixtures("backend")

@@ -267,17 +267,3 @@ def a_frozen_table(run: Run) -> Iterator[Tensor]:
     run.table.requires_grad_(True)
     yield run.train(run.table, optimizer, 20)
     yield run.table.weight
-
-
-@program
-def a_state_dict_kept_and_loaded(run: Run) -> Iterator[Tensor]:
-    """Early stopping: the best weights so far, and back to them."""
-    optimizer = run.make(run.table.parameters())
-    run.train(run.table, optimizer, STEPS // 2)
-    best = copy.deepcopy(run.table.state_dict())
-    state = copy.deepcopy(optimizer.state_dict())
-    yield run.train(run.table, optimizer, STEPS // 4)
-    run.table.load_state_dict(best)
-    optimizer.load_state_dict(state)
-    yield run.train(run.table, optimizer, STEPS // 4)
-    yield run.table.weight

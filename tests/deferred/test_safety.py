@@ -11,14 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rowstep import DeferredAdam, DeferredAdamW, StaleRowsError
-from tests.helpers.deferred_cases import (
-    BAR,
-    Forward,
-    Twins,
-    distance,
-    embedding,
-    zipf,
-)
+from tests.helpers.deferred_cases import BAR, Forward, Twins, distance, embedding, zipf
 from tests.helpers.gradients import Snapshot, rows_of, step_with, table
 
 pytestmark = pytest.mark.usefixtures("backend")

@@ -9,9 +9,8 @@ import math
 from decimal import Decimal, localcontext
 
 import numpy as np
-import pytest
 
-from rowstep._schedule import SAFE, Path, Schedule
+from rowstep._schedule import Path, Schedule
 from tests.helpers.deferred_cases import LONG
 
 
@@ -52,27 +51,6 @@ def test_a_table_that_lags_behind_another_is_as_if_alone() -> None:
     assert_same(behind, alone)
     behind, alone = (each.advanced(0.7, 0.0) for each in (behind, alone))  # another step than the one ahead took
     assert_same(behind, alone)
-
-
-@pytest.mark.parametrize("eps", [1e-8, 1e-3, 1e-40])
-@pytest.mark.parametrize("amsgrad", [False, True])
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.9), (0.5, 0.3), (0.99, 0.9999)])
-def test_the_compiled_window_is_the_one_in_numpy(betas: tuple[float, float], amsgrad: bool, eps: float) -> None:
-    from rowstep._backends import numba as compiled
-
-    plain = Path(betas, eps, amsgrad=amsgrad, step=0, tolerance=1e-9).begin()
-    other = Path(betas, eps, amsgrad=amsgrad, step=0, tolerance=1e-9).begin()
-    for step in range(600):
-        lr = 0.1 * (1 + step % 3) if step % 50 else 0.0
-        plain, other = plain.advanced(lr, 0.01), other.advanced(lr, 0.01, compiled)
-    # What is left of the moments when nearly equal numbers are subtracted is not the same to the last digit.
-    scale = np.abs(plain.window[:, :1])
-    finite = np.isfinite(plain.window[:, SAFE])
-    assert np.array_equal(finite, np.isfinite(other.window[:, SAFE]))
-    assert (
-        np.abs(plain.window[:, :SAFE] - other.window[:, :SAFE]) <= 1e-10 * (scale + np.abs(plain.window[:, :SAFE]))
-    ).all()
-    np.testing.assert_allclose(plain.window[finite, SAFE], other.window[finite, SAFE], rtol=1e-2, atol=1e-300)
 
 
 def assert_same(schedule: Schedule, expected: Schedule) -> None:

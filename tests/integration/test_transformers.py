@@ -12,24 +12,12 @@ from torch.optim import Optimizer
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 import rowstep
-from rowstep import DeferredAdam, DeferredAdamW, SparseAdam
-from tests.helpers.ratings import Make, TorchsTwo
+from rowstep import DeferredAdam, SparseAdam
+from tests.helpers.ratings import rivals
 
 WORDS, RATE = 200, 0.01
 
-# Our optimizer, torch's, and whether torch's can have the sparse gradients too.
-RIVALS: dict[str, tuple[Make, Make, bool]] = {
-    "SparseAdam": (
-        lambda model: SparseAdam(model.parameters(), lr=RATE),
-        lambda model: TorchsTwo(model, lr=RATE),
-        True,
-    ),
-    "DeferredAdamW": (
-        lambda model: DeferredAdamW(model, lr=RATE, weight_decay=0.1),
-        lambda model: torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1),
-        False,
-    ),
-}
+RIVALS = {name: each for name, each in rivals(RATE).items() if name != "DeferredAdam"}
 
 
 def classifier(*, sparse: bool = True) -> Any:

@@ -115,16 +115,6 @@ def test_reset_rows_are_new_to_the_optimizer(make: Callable[[Embedding], Optimiz
     run.train(5)
 
 
-def test_a_table_without_state_can_be_changed(make: Callable[[Embedding], Optimizer]) -> None:
-    run = Run(make)
-    run.optimizer.grow(run.weight, 2)
-    run.optimizer.keep_rows(run.weight, torch.arange(4))
-    run.optimizer.reset_rows(run.weight, torch.arange(2))
-    run.place = torch.arange(4)
-    run.train(3, range(4))
-    assert run.weight.shape == (4, 3)
-
-
 def test_new_rows_are_what_a_function_makes_of_them() -> None:
     param = table(4, 2)
     optimizer = SparseAdam([param])

@@ -108,22 +108,6 @@ def test_what_is_kept(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
                 assert (state["exp_avg_sq_row"].dtype, state["exp_avg_sq_row"].shape) == (wide, (ROWS,))
 
 
-def test_threads_do_not_change_a_bit() -> None:
-    results = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        torch.manual_seed(0)
-        param = nn.Parameter(torch.randn(3000, 40))
-        optimizer = SparseAdam([param], second_moment="row")
-        for _ in range(3):
-            param.grad = rows_of(param, torch.randint(3000, (4000,)))
-            optimizer.step()
-        results.append((param.detach(), optimizer.state[param]))
-    for weights, state in results[1:]:
-        assert torch.equal(weights, results[0][0])
-        assert all(torch.equal(state[name], results[0][1][name]) for name in state if name != "step")
-
-
 @pytest.mark.parametrize("kind", [SparseAdam, DeferredAdam])
 def test_a_dense_gradient_of_a_table_steps_all_its_rows(kind: Any) -> None:
     param, steps = table(), gradients(20, empty_at=())
