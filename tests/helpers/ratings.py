@@ -71,7 +71,7 @@ class TorchsTwo(Optimizer):
         ]
         others = [param for param in model.parameters() if not any(param is table for table in tables)]
         parts = {torch.optim.SparseAdam: tables, torch.optim.Adam: others}
-        self.parts: list[Any] = [cls(params, **options) for cls, params in parts.items() if params]  # type: ignore[operator]
+        self.parts: list[Any] = [cls(params, **options) for cls, params in parts.items() if params]
         super().__init__([*tables, *others], self.parts[0].defaults)
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
@@ -119,7 +119,7 @@ class Rivals(NamedTuple):
 
 def rivals(rate: float) -> dict[str, Rivals]:
     """What our optimizers equal, at this learning rate."""
-    decay = {"lr": rate, "weight_decay": 0.1}
+    decay: dict[str, Any] = {"lr": rate, "weight_decay": 0.1}
     return {
         "SparseAdam": Rivals(
             lambda model: SparseAdam(model.parameters(), lr=rate), lambda model: TorchsTwo(model, lr=rate), sparse=True
