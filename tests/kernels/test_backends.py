@@ -156,3 +156,15 @@ def test_starting_numbas_threads_leaves_torchs_number_alone(monkeypatch: pytest.
     before = "import numba, torch, rowstep; torch.set_num_threads(3)\n"
     printed = python(before + TORCH_STEP + "numba.threading_layer(); print(torch.get_num_threads())")
     assert printed == "3"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_table_on_a_gpu(backend: str) -> None:
+    on_cpu = table(100, 8)
+    on_gpu = Parameter(on_cpu.detach().cuda())
+    optimizers = SparseAdam([on_cpu]), SparseAdam([on_gpu])
+    for _ in range(5):
+        grad = rows_of(on_cpu, torch.randint(100, (40,)))
+        step_with(optimizers[0], on_cpu, grad)
+        step_with(optimizers[1], on_gpu, grad.cuda())
+    torch.testing.assert_close(on_gpu.cpu(), on_cpu, rtol=1e-5, atol=1e-6)

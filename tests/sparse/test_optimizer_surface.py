@@ -7,17 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from rowstep import SparseAdam
 from tests.helpers.gradients import copy_of, rows_of, same_bits, step_with, table
-
-
-def model() -> nn.Module:
-    return nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
 
 
 def test_the_signature_begins_as_torchs_and_goes_on_with_keywords() -> None:
@@ -52,13 +47,6 @@ def test_groups_are_dicts_with_options_of_their_own() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
     assert [group["amsgrad"] for group in optimizer.param_groups] == [False, True]
     assert [group["params"] for group in optimizer.param_groups] == [[first], [second]]
-
-
-def test_named_parameters() -> None:
-    optimizer = SparseAdam(model().named_parameters())
-    assert optimizer.param_groups[0]["param_names"] == ["0.weight", "1.weight", "1.bias"]
-    grouped = SparseAdam([{"params": model().named_parameters(), "lr": 0.2}])
-    assert grouped.param_groups[0]["param_names"] == ["0.weight", "1.weight", "1.bias"]
 
 
 def test_step_returns_what_the_closure_returns(backend: str) -> None:
