@@ -47,10 +47,8 @@ CHANGED = r"'w': the parameter has shape .* and dtype .*; expected shape \(3, 2\
         ("w", np.ones((2, 3)), np.ones((2, 3)), ValueError, CHANGED),
         ("w", np.ones((3, 2), np.float32), ONES, ValueError, CHANGED),
         ("new", MEMORY[1:], MEMORY[:-1], ValueError, SHARED),
-        ("new", MEMORY, MEMORY[::-1], ValueError, SHARED),
         (3, None, ONES, TypeError, "the name 3 is a int; expected a str"),
         ("a\0b", None, ONES, ValueError, "the name .* has a character that cannot be saved; expected valid Unicode"),
-        ("\ud800", None, ONES, ValueError, "the name .* has a character that cannot be saved"),
     ],
 )
 @pytest.mark.parametrize("rows", [False, True])
@@ -72,12 +70,10 @@ def test_operands(rows: bool, name: Any, param: Any, grad: Any, error: type[Exce
         ("w", None, [0, -1], np.ones((2, 2)), IndexError, "'w': rows contains -1; expected 0 <= row < 3"),
         ("w", None, HUGE, np.ones((1, 2)), IndexError, "'w': rows contains 18446744073709551615; expected 0 <= row"),
         ("w", None, [0.0, 1.0], np.ones((2, 2)), TypeError, "'w': rows has dtype float64; expected integers"),
-        ("w", None, np.zeros(0), np.ones((0, 2)), TypeError, "'w': rows has dtype float64; expected integers"),
         ("w", None, [1], np.ones((2, 2)), ValueError, r"'w': the gradient has shape \(2, 2\); expected \(1, 2\)"),
         ("e", np.array(1.0), [0], [1.0], ValueError, r"'e': the parameter has shape \(\), so no rows; .* Use step\(\)"),
         ("e", np.ones((0, 2)), [0], np.ones((1, 2)), IndexError, "'e': rows contains 0; expected 0 <= row < 0"),
         ("new", MEMORY, [1, 0], MEMORY[:2], ValueError, SHARED),
-        ("new", MEMORY, range(10), MEMORY, ValueError, SHARED),
     ],
 )
 def test_rows(name: str, param: Any, rows: Any, grad: Any, error: type[Exception], message: str) -> None:

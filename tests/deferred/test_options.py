@@ -71,7 +71,6 @@ REFUSED: list[tuple[type[DeferredAdam], dict[str, Any], str]] = [
     (DeferredAdamW, {"betas": (0.9999, 0.99999)}, r"would act for \d+ steps"),
     (DeferredAdamW, {"lr": 1.0, "weight_decay": 1.0}, r"lr \* weight_decay is 1.0; expected less than 1"),
     (DeferredAdam, {"weight_decay": 0.1}, "Use DeferredAdamW"),
-    (DeferredAdam, {"eps": -1.0}, "Invalid epsilon value: -1.0"),
 ]
 
 

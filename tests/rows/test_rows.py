@@ -69,21 +69,18 @@ def grow(run: Run) -> None:
 KEPT = [1, 4, 5, 11, 12, 19]
 
 
-def keep(run: Run, as_mask: bool) -> None:
+def keep(run: Run, as_mask: bool = False) -> None:
     ids = torch.tensor(KEPT)
     run.optimizer.keep_rows(run.weight, torch.isin(torch.arange(ROWS), ids) if as_mask else ids)
     run.place[ids] = torch.arange(len(KEPT))
 
 
+keep_by_mask = partial(keep, as_mask=True)
+
+
 @pytest.mark.parametrize(
     ("operate", "rows", "sparse"),
-    [
-        (permute, ROWS, True),
-        (permute, ROWS, False),
-        (grow, ROWS + 5, True),
-        (keep, 6, True),
-        (partial(keep, as_mask=True), 6, True),
-    ],
+    [(permute, ROWS, True), (permute, ROWS, False), (grow, ROWS + 5, True), (keep, 6, True), (keep_by_mask, 6, True)],
 )
 def test_rows_go_on_as_in_a_run_without_surgery(
     make: Callable[[Embedding], Optimizer], operate: Callable[[Run], None], rows: int, sparse: bool
