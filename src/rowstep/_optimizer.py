@@ -46,6 +46,9 @@ class RowOptimizer(StatefulOptimizer):
     _zero_allowed = False
     """Whether lr may be 0."""
 
+    _defers = False
+    """Whether rows wait for the steps in which they have no gradient."""
+
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         check_learning_rate(defaults["lr"], zero_allowed=self._zero_allowed)
         self._check_group(defaults, "")
@@ -169,6 +172,8 @@ class RowOptimizer(StatefulOptimizer):
         count = (step if type(step) is int and 0 <= step < LARGEST_COUNT else steps_taken(state)) + 1
         table = self._ready_table(param, state, spec, rule, count)
         if gradient is not None:
+            if self._defers and table is not None and table.pending is None:
+                table = None  # rows begin to wait
             if rule.raises_nonfinite:
                 _refuse_nonfinite(gradient)
             if table is None:
@@ -226,6 +231,9 @@ class RowOptimizer(StatefulOptimizer):
 
     def _make_state(self, jobs: Sequence[Job]) -> None:
         """Make the state that these jobs lack, all of it or, if memory runs out, none; and prepare their tables."""
+        listed = {id(param) for param in self._all_params()}
+        for key in [key for key in self._tables if key not in listed]:
+            self._forget(self._tables[key])
         made = [job.spec.made_of(self.state.get(job.param, _NO_STATE), job.param) for job in jobs]
         for job, (slots, lost) in zip(jobs, made, strict=True):
             state, spec = self.state[job.param], job.spec
@@ -236,6 +244,10 @@ class RowOptimizer(StatefulOptimizer):
                     f"{self._name_of(job.param)}: optimizer state converted to second_moment={spec.second!r} and "
                     f"state_dtype={spec.dtype}: {'; '.join(lost)}"
                 )
+
+    def _forget(self, table: Table) -> None:
+        """Let go of a table that is in no group any more."""
+        self._tables.pop(id(table.param))
 
     def _flaw_of(self, job: Job) -> Exception:
         """What is wrong with a job that the kernels have refused."""

@@ -56,9 +56,6 @@ SMALLEST = 2.0**-1074
 # too small to have all its digits: such numbers make every later step three times slower.
 DUST_OF_EPS = 1e-24
 
-# M2..M6 as combinations of E0..E6: the binomial (e/ebar - 1)^n written out.
-_CENTRAL = np.array([[(-1.0) ** (n - k) * math.comb(n, k) for k in range(7)] for n in range(2, 7)])
-
 
 def window_length(beta1: float, beta2: float, *, amsgrad: bool) -> int:
     """How many steps the momentum of a row keeps acting, to float64's precision."""
@@ -103,14 +100,14 @@ class _Timeline:
         self.told = self._told(self.decayed)
 
     def _told(self, decayed: Any) -> tuple[Any, ...]:
-        """What kernels are told, and what of it may be replaced while they run: to be held until they return."""
+        """What kernels are told, and what of it may be replaced meanwhile: to be held, as the timeline is."""
         path, told = self._path, np.empty(SCALARS + 3, np.int64)
         rings = (
             path.beta1_powers, path.beta2_powers, self.frozen, self.rate, self.root, self.kept, self.lacking, decayed
         )  # fmt: skip
         told[:SCALARS] = path.window_length, path.capacity, *(array.ctypes.data for array in rings)
         told[SCALARS:].view(np.float64)[:] = path.ratio, path.growth, path.eps
-        return told, decayed, self
+        return told, decayed
 
     def copy(self, newest: int) -> _Timeline:
         """A timeline of its own for the step after ``newest``."""
@@ -221,14 +218,17 @@ class Path:
         total = sums[0]
         some = total > 0
         mean = np.divide(sums[1], total, out=np.ones_like(total), where=some)
-        # One column after the other, as NumPy computes them fastest; turned around at the end.
+        # The sums in multiples of the mean; their n-th difference is Mn. One column after the other, as NumPy computes
+        # them fastest; turned around at the end.
         columns = np.empty((COLUMNS, self.window_length))
         columns[0], columns[1:] = 1, 1 / mean
-        central = _CENTRAL @ (sums * np.multiply.accumulate(columns))
-        columns[M0], columns[EBAR], columns[M2:SAFE] = total, self.eps * mean, central[:-1]
+        columns = sums * np.multiply.accumulate(columns)
+        for n in range(1, 7):
+            columns[n:] = columns[n:] - columns[n - 1 : -1]
+        sixth, columns[EBAR] = columns[6].copy(), self.eps * mean
         # The series ends after M5. What is left out is at most theta^6 (M6/M0) max(1, ebar/e_1) of the sum; where
         # that is above the tolerance, i.e. for sqrt(v) below a bound, the terms have to be summed one by one.
-        rest = np.divide(np.abs(central[-1]), total, out=np.zeros_like(total), where=some) * np.maximum(1, mean / first)
+        rest = np.divide(np.abs(sixth), total, out=np.zeros_like(total), where=some) * np.maximum(1, mean / first)
         least_root = columns[EBAR] * ((rest / self.tolerance) ** (1 / 6) - 1)
         columns[SAFE] = np.maximum(least_root, 0) ** 2
         if self.has_tiny_means:  # float32 may round one to 0, which leaves nothing to divide by where v is 0
@@ -295,6 +295,9 @@ class Schedule:
         slots = np.arange(since + 1, since + count + 1) % path.capacity
         powers = np.arange(1, count + 1)
         kept = np.exp(self.timeline.decayed[self.step % path.capacity] - self.timeline.decayed[slots])
-        with np.errstate(over="ignore"):  # an e beyond float64 belongs to a term that is 0
-            e = path.eps * self.timeline.root[slots] * path.growth**powers
+        # An e beyond float64 belongs to a term that is 0. No np.errstate here, which sets a context variable: garbage
+        # collection may call this, and where it comes in the middle of another np.errstate, Python 3.11 goes on with
+        # one that is freed.
+        growth = np.exp(np.minimum(powers * math.log(path.growth), 700.0))
+        e = path.eps * self.timeline.root[slots] * growth
         return self.timeline.rate[slots] * kept * path.ratio**powers, e

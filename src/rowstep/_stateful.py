@@ -254,6 +254,7 @@ class StatefulOptimizer(Optimizer):
 
     def _loaded(self, given: StateDict) -> None:
         """Called when a state has been loaded, before the users' own hooks."""
+        self._tables.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -72,7 +73,16 @@ _call_plainly: Any = torch._C._disabled_torch_function_impl
 # once, 0.9 s of work that torch leaves to the first optimizer that is made.
 never_compiled: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 
-__all__ = ["indices_of", "is_traced", "is_wrapped", "never_compiled", "note_writes", "values_of", "without_modes"]
+__all__ = [
+    "indices_of",
+    "is_traced",
+    "is_wrapped",
+    "never_compiled",
+    "note_writes",
+    "values_of",
+    "without_modes",
+    "writes_to",
+]
 
 
 # Optimizer.step
@@ -137,9 +147,8 @@ note_writes: Any = getattr(torch._C, "_increment_version", torch.autograd.graph.
 """Tell autograd that these tensors were written to."""
 
 
-def writes_to(tensor: Tensor) -> int:
-    """How often torch has written to this tensor; not for one that was made in inference mode."""
-    return tensor._version
+writes_to: Any = operator.attrgetter("_version")
+"""How often torch has written to a tensor; not for one that was made in inference mode."""
 
 
 def has_no_memory(grad: Tensor) -> bool:

@@ -232,11 +232,12 @@ def _see_through(types: tuple[type[Tensor], ...]) -> bool:
 
 
 def _table_and_keeper(tensor: Tensor) -> tuple[Tensor, Keeper | None]:
-    hold = _hold_of(tensor)
-    keeper = None if hold is None else hold.keeper()
-    if keeper is None:  # it is gone, and has left nothing that waits
+    hold = vars(tensor).get(_HOLD)
+    if hold is None or hold.owner() is not tensor or (keeper := hold.keeper()) is None:
+        # It is gone, and has left nothing that waits.
         release([tensor], None if hold is None else hold.keeper)
-    return tensor if hold is None or hold.table is None else hold.table, keeper
+        return tensor, None
+    return tensor if hold.table is None else hold.table, keeper
 
 
 # What their two first arguments are called.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from rowstep import DeferredAdam, DeferredAdamW, StaleRowsError
+from rowstep._deferred.deferral import flush_orphans
 from tests.helpers.deferred_cases import BAR, Forward, Twins, distance, embedding, zipf
 from tests.helpers.gradients import Snapshot, rows_of, step_with, table
 
@@ -188,3 +190,22 @@ def test_a_lookup_of_what_are_no_ids_is_torchs_error(name: str) -> None:
         functional.embedding(ids, torch.zeros(40, 4))  # type: ignore[arg-type]
     with pytest.raises(torchs.type, match=re.escape(str(torchs.value))):
         functional.embedding(ids, twins.model.weight)  # type: ignore[arg-type]
+
+
+def test_a_finalizer_sets_no_context_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not NumPy's error state: garbage collection comes in the middle of anything, and where that is the end of another
+    np.errstate, CPython 3.11 goes on with a state that is freed.
+    """
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("np.errstate was asked for")
+
+    model = embedding(6)
+    optimizer = DeferredAdam(model, lr=0.1, betas=(0.5, 0.3))  # whose e grow past float64
+    for ids in (range(6), *[[0]] * 30):
+        optimizer.catch_up(model.weight, torch.tensor(list(ids)))
+        step_with(optimizer, model.weight, rows_of(model.weight, list(ids), 1e-9))
+    waiting = [table.pending for table in optimizer._tables.values()]
+    monkeypatch.setattr(np, "errstate", refuse)
+    flush_orphans(waiting)
+    assert not (waiting[0].notes < waiting[0].schedule.step).any()

@@ -213,7 +213,7 @@ def overruns() -> None:
 
 if __name__ == "__main__":
     overruns()
-    kept_memory.np = schedules.np = GuardedNumpy(lambda: _guard)
+    kept_memory.np = schedules.np = compiled.np = GuardedNumpy(lambda: _guard)
     updates()
     numpy_arrays()
     print("all held")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,93 +22,29 @@ MAKERS: dict[str, Callable[[Embedding], Optimizer]] = {
     "DeferredAdam": lambda module: DeferredAdam(module, lr=0.1),
     "DeferredAdamW-amsgrad": lambda module: DeferredAdamW(module, lr=0.1, amsgrad=True, weight_decay=0.1),
 }
-ROWS = 20
 
 
-class Run:
-    """A table in training. Rows are named by what they were at the start, wherever they are now."""
-
-    def __init__(self, make: Callable[[Embedding], Optimizer], *, sparse: bool = True) -> None:
-        torch.manual_seed(1)
-        self.module = Embedding(ROWS, 3, sparse=sparse, dtype=torch.float64)
-        self.weight = self.module.weight
-        self.optimizer = make(self.module)
-        self.place = torch.arange(ROWS)
-
-    def train(self, steps: int, names: Sequence[int] = range(ROWS)) -> None:
-        for _ in range(steps):
-            ids = torch.tensor(names)[torch.randint(len(names), (6,))]
-            self.optimizer.zero_grad()
-            (self.module(self.place[ids]) - torch.randn(6, 3, dtype=torch.float64)).pow(2).sum().backward()
-            self.optimizer.step()
-
-    def rows(self, names: Sequence[int]) -> Tensor:
-        if isinstance(self.optimizer, DeferredAdam):
-            self.optimizer.flush()
-        return self.weight.detach()[self.place[torch.tensor(names)]]
-
-
-@pytest.fixture(params=list(MAKERS))
-def make(request: pytest.FixtureRequest) -> Callable[[Embedding], Optimizer]:
-    return MAKERS[request.param]
-
-
-def permute(run: Run) -> None:
-    order = torch.randperm(ROWS)
-    run.optimizer.permute_rows(run.weight, order)
-    run.place = torch.argsort(order)
-
-
-def grow(run: Run) -> None:
-    run.optimizer.grow(run.weight, 5, init=torch.randn(5, 3, dtype=torch.float64))
-    state = run.optimizer.state[run.weight]
-    assert all(len(tensor) == ROWS + 5 for key, tensor in state.items() if key != "step")
-
-
-KEPT = [1, 4, 5, 11, 12, 19]
-
-
-def keep(run: Run, as_mask: bool = False) -> None:
-    ids = torch.tensor(KEPT)
-    run.optimizer.keep_rows(run.weight, torch.isin(torch.arange(ROWS), ids) if as_mask else ids)
-    run.place[ids] = torch.arange(len(KEPT))
-
-
-keep_by_mask = partial(keep, as_mask=True)
-
-
-@pytest.mark.parametrize(
-    ("operate", "rows", "sparse"),
-    [(permute, ROWS, True), (permute, ROWS, False), (grow, ROWS + 5, True), (keep, 6, True), (keep_by_mask, 6, True)],
-)
-def test_rows_go_on_as_in_a_run_without_surgery(
-    make: Callable[[Embedding], Optimizer], operate: Callable[[Run], None], rows: int, sparse: bool
-) -> None:
-    names = KEPT if rows < ROWS else range(ROWS)
-    changed, plain = Run(make, sparse=sparse), Run(make, sparse=sparse)
-    for run in (changed, plain):
-        torch.manual_seed(2)
-        run.train(25)
-        if run is changed:
-            operate(run)
-        torch.manual_seed(3)
-        run.train(25, names)
-    torch.testing.assert_close(changed.rows(names), plain.rows(names), rtol=1e-12, atol=1e-12)
-    assert changed.module.weight is changed.weight
-    assert changed.weight.shape == (rows, 3)
-
-
+@pytest.mark.parametrize("make", MAKERS.values(), ids=list(MAKERS))
 def test_reset_rows_are_new_to_the_optimizer(make: Callable[[Embedding], Optimizer]) -> None:
-    run = Run(make)
-    run.train(20)
-    before = run.rows(range(ROWS)).clone()
-    run.optimizer.reset_rows(run.weight, torch.tensor([3, 7]))
-    assert torch.equal(run.rows(range(ROWS)), before)
-    for key, tensor in run.optimizer.state[run.weight].items():
+    """How rows go on that are moved or kept is in the histories of test_model_based, for all optimizers."""
+    module = Embedding(20, 3, sparse=True, dtype=torch.float64)
+    optimizer = make(module)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            (module(torch.randint(20, (6,))) - torch.randn(6, 3, dtype=torch.float64)).pow(2).sum().backward()
+            optimizer.step()
+
+    train(20)
+    before = module.weight.detach().clone()  # which brings rows up to date
+    optimizer.reset_rows(module.weight, torch.tensor([3, 7]))
+    assert torch.equal(module.weight, before)
+    for key, tensor in optimizer.state[module.weight].items():
         if key != "step":
             assert not tensor[[3, 7]].any()
             assert tensor[0].any()
-    run.train(5)
+    train(5)
 
 
 def test_new_rows_are_what_a_function_makes_of_them() -> None:

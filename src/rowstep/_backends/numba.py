@@ -204,8 +204,9 @@ def window_after(path: Path, window: Window, step: tuple[float, float, float], t
     length = path.window_length
     after = Window(np.empty((7, length)), np.empty(length), np.empty((length + 1, COLUMNS)))
     rate, root, kept = step
+    told, *_held = timeline.told
     advance(
-        window[0], window[1], *after, path.powers, timeline.told[0], number if number > timeline.newest else 0,
+        window[0], window[1], *after, path.powers, told, number if number > timeline.newest else 0,
         rate, root, kept, path.tolerance, path.has_tiny_means,
     )  # fmt: skip
     return after

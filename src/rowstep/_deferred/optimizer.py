@@ -143,6 +143,7 @@ class DeferredAdam(RowOptimizer):
             flush_orphans(_pending_in(vars(self).get("_tables", {})))
 
     _zero_allowed = True  # as torch's Adam has it
+    _defers = True
 
     def _begin(self) -> None:
         super()._begin()
@@ -310,8 +311,7 @@ class DeferredAdam(RowOptimizer):
             if table.spec is spec and table.fits(state) and table.pending.goes_on(rule, count - 1):
                 return table
             self._end_waiting(param, state)
-        table = super()._ready_table(param, state, spec, rule, count)
-        return None if table is None or table.pending is None else table
+        return super()._ready_table(param, state, spec, rule, count)
 
     def _end_waiting(self, param: Tensor, state: State) -> None:
         """Bring a table up to date which the next step cannot leave waiting; raise if that step is going to fail."""
@@ -333,9 +333,6 @@ class DeferredAdam(RowOptimizer):
     def _make_state(self, jobs: Sequence[Job]) -> None:
         # Something may have been done to their memory.
         refuse_shared_weights(self.param_groups, {id(job.param) for job in jobs if job.gradient is not None})
-        for pending in self._all_pending():  # let go of tables that are in no group any more
-            if not any(pending.table.param is param for param in self._all_params()):
-                self._end(pending)
         super()._make_state(jobs)
         for job in jobs:
             if job.gradient is None:
@@ -343,6 +340,12 @@ class DeferredAdam(RowOptimizer):
             if job.spec.amsgrad:
                 raise_maximum(job.table.state, job.step.rule.betas[1])
             begin(job.table, job.step.rule, job.step.count - 1, self._all_pending(), self._self)
+
+    def _forget(self, table: Table) -> None:
+        if table.pending is None:
+            super()._forget(table)
+        else:
+            self._end(table.pending)
 
     def _flaw_of(self, job: Job) -> Exception:
         rows = job.gradient.rows
@@ -398,6 +401,7 @@ class DeferredAdam(RowOptimizer):
     def _loaded(self, given: StateDict) -> None:
         for pending in self._all_pending():
             self._end(pending)
+        super()._loaded(given)
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:

@@ -17,11 +17,6 @@ from .._schedule import (
     KEPT_AT,
     LACKING_AT,
     LARGEST,
-    M0,
-    M2,
-    M3,
-    M4,
-    M5,
     RATE_AT,
     ROOT_AT,
     SAFE,
@@ -58,34 +53,28 @@ def advance(
     for k in range(1, length):
         e1[k] = e1_before[k - 1]
     for k in range(length):
-        total, mean = after[k], 1.0
+        here, total, mean, inverse = (k + 1) * COLUMNS, after[k], 1.0, 1.0
         if total > 0:
             mean = after[length + k] / total
-        inverse = 1 / mean
-        s1, s2 = after[length + k] * inverse, after[2 * length + k] * inverse**2
-        s3, s4 = after[3 * length + k] * inverse**3, after[4 * length + k] * inverse**4
-        s5, s6 = after[5 * length + k] * inverse**5, after[6 * length + k] * inverse**6
-        m2 = total - 2 * s1 + s2
-        m3 = -total + 3 * s1 - 3 * s2 + s3
-        m4 = total - 4 * s1 + 6 * s2 - 4 * s3 + s4
-        m5 = -total + 5 * s1 - 10 * s2 + 10 * s3 - 5 * s4 + s5
-        m6 = total - 6 * s1 + 15 * s2 - 20 * s3 + 15 * s4 - 6 * s5 + s6
-        ebar, rest = eps * mean, 0.0
+        # The sums in multiples of the mean; their n-th difference is Mn.
+        for n in range(7):
+            terms[here + n] = after[n * length + k] * inverse
+            inverse /= mean
+        for n in range(1, 7):
+            for i in range(6, n - 1, -1):
+                terms[here + i] -= terms[here + i - 1]
+        rest, ebar, safe = 0.0, eps * mean, 0.0
         if total > 0:
-            rest = abs(m6) / total * max(1.0, mean / e1[k])
-        safe = 0.0
+            rest = abs(terms[here + 6]) / total * max(1.0, mean / e1[k])
         if not rest <= tolerance:  # a power takes 40 ns, and in a long run nearly every gap does without
             safe = (ebar * ((rest / tolerance) ** (1 / 6) - 1)) ** 2
         if has_tiny_means and ebar < 1 / LARGEST:
             safe += SMALLEST
-        here = (k + 1) * COLUMNS
-        if (
-            total < LARGEST and ebar < LARGEST and safe < LARGEST and m6 == m6
-            and abs(m2) < LARGEST and abs(m3) < LARGEST and abs(m4) < LARGEST and abs(m5) < LARGEST
-        ):  # fmt: skip
-            terms[here + M0], terms[here + EBAR], terms[here + M2], terms[here + M3] = total, ebar, m2, m3
-            terms[here + M4], terms[here + M5], terms[here + SAFE] = m4, m5, safe
-        else:
+        terms[here + EBAR], terms[here + SAFE] = ebar, safe
+        is_good = True
+        for column in range(COLUMNS):
+            is_good &= abs(terms[here + column]) < LARGEST
+        if not is_good:
             for column in range(COLUMNS):
                 terms[here + column] = 0.0
             terms[here + SAFE] = math.inf
