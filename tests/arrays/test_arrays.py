@@ -110,16 +110,6 @@ def test_the_counter_is_one_for_all_names_and_moves_on_end_iteration_only(backen
     assert optimizer.current_step == 10
 
 
-def test_state_is_kept_by_name_and_allocated_when_first_seen(backend: str) -> None:
-    optimizer, shared = Adam(), np.zeros(2)
-    assert optimizer.state_dict()["state"] == {}
-    optimizer.step("a", shared, np.ones(2))
-    assert list(optimizer.state_dict()["state"]) == ["a"]
-    optimizer.step("b", shared, -np.ones(2))
-    assert moments(optimizer, "a")[0].tolist() == pytest.approx([0.1, 0.1])
-    assert moments(optimizer, "b")[0].tolist() == pytest.approx([-0.1, -0.1])
-
-
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_arithmetic_is_float64_and_storage_the_dtype_of_the_array(dtype: Any, backend: str) -> None:
     """A stored number is the float64 result, rounded: textbook Adam in float64 gives the same bits.
@@ -283,21 +273,3 @@ def test_torch_is_never_imported_and_numba_by_the_first_step(backend: str, tmp_p
     lines = python(f"{STEP}step(); path = {str(tmp_path / 'state.npz')!r}; optimizer.save(path); optimizer.load(path)\n"
                    'print(sorted({"torch", "numba"} & set(sys.modules)))').splitlines()  # fmt: skip
     assert lines == ["[]", "['numba']" if backend == "numba" else "[]"]
-
-
-def test_without_numba_numpy_does_it_and_one_warning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ROWSTEP_BACKEND", raising=False)
-    lines = python(
-        STEP
-        + """
-sys.modules["numba"] = None  # makes `import numba` raise ImportError
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    step()
-    step()
-print(len(caught), caught[0].category.__name__, caught[0].filename, bool(param.all()))
-print(caught[0].message)
-"""
-    ).splitlines()
-    assert lines[1] == "1 RuntimeWarning <string> True"
-    assert "Numba could not be imported" in lines[2]

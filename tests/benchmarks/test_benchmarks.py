@@ -110,16 +110,6 @@ def test_quick_deferred_bench_writes_all_measurements(tmp_path: Path, capsys: py
     assert losses["SparseAdam"] != pytest.approx(losses["dense Adam"], rel=1e-2)
 
 
-def test_deferred_bench_refuses_to_time_results_that_differ(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    adam = torch.optim.Adam
-    monkeypatch.setattr(torch.optim, "Adam", lambda parameters, **options: adam(parameters, eps=1e-4, **options))
-    assert main(["deferred", "--quick", "--only", "flush", "--out", str(tmp_path)]) == 1
-    assert "weights differ" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
 def test_break_even_lies_between_the_shares_measured() -> None:
     def measured(milliseconds: float) -> Measurement:
         taken = {deferred.DEFERRED: milliseconds, contenders.ADAM: 10, deferred.MADE_DENSE: 100}
@@ -168,25 +158,3 @@ def test_the_bytes_of_every_kind_of_state(tmp_path: Path, monkeypatch: pytest.Mo
     assert {name: round(size, 2) for name, size in document["state_bytes_per_weight"].items()} == {
         "float32": 8.0, "bfloat16": 4.0, "row": 4.06, "bfloat16 and row": 2.06, "row, no first": 0.06,
     }  # fmt: skip
-
-
-def test_arguments_that_do_not_fit_exit_with_2_and_say_why(capsys: pytest.CaptureFixture[str]) -> None:
-    for line, message in (
-        (["--only", "everything"], "zipf-1m"),
-        (["distributed", "--threads", "2"], "one thread per rank"),
-        (["quality", "--threads", "2"], "quality trains on one thread"),
-    ):
-        assert main(line) == 2
-        assert message in capsys.readouterr().err
-    for line in (["--no-such-option"], ["no-such-suite"], ["--repeats", "0"]):
-        with pytest.raises(SystemExit, match="2"):
-            main(line)
-        assert "usage: python -m benchmarks" in capsys.readouterr().err
-
-
-def test_missing_extra_is_named_with_the_way_to_install_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert main(["--quick"]) == 1
-    assert "pip install 'rowstep[cli]'" in capsys.readouterr().err

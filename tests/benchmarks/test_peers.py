@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -19,11 +16,10 @@ from benchmarks import pages
 from benchmarks.cases import Case
 from benchmarks.command import main
 from benchmarks.contenders import DisagreementError
-from benchmarks.peers import catalogue, docs, environments, measures, report
+from benchmarks.peers import catalogue, docs, measures, report
 from benchmarks.peers.agreement import Agreement
 from benchmarks.peers.catalogue import FBGEMM_LOOP, LOOPS, ROWSTEP, ROWSTEP_LOOP, SPARSE_ADAM, STEPS, Peer, Rule
 from benchmarks.peers.curves import LABELS
-from benchmarks.peers.environments import Environment, MissingError
 from benchmarks.peers.process import Process
 from benchmarks.peers.suite import PeersSuite
 from benchmarks.peers.worker import Worker
@@ -114,39 +110,6 @@ def test_a_quick_run_reports_who_took_part_and_who_could_not(
     assert set(step["seconds"]) == {ROWSTEP.name, SPARSE_ADAM.name}
     assert "NoSuchClass" in step["left_out"][broken.name]
     assert document["versions"][ROWSTEP.name]["torch"] == torch.__version__
-
-
-def test_a_worker_that_fails_or_dies_gives_the_reason() -> None:
-    process = Process(SPARSE_ADAM, 1)
-    try:
-        with pytest.raises(MissingError, match=r"FileNotFoundError: .*ids\.npy"):
-            process.ask("open", folder="/nowhere")
-        assert process.ask("close") == {}  # it is still there
-        os.kill(process.number, signal.SIGKILL)
-        with pytest.raises(MissingError, match="was ended by SIGKILL"):
-            process.ask("close")
-    finally:
-        process.end()
-
-
-def test_a_package_that_cannot_be_installed_gives_the_reason() -> None:
-    with pytest.raises(MissingError, match=r"needs a Python from 3\.98 to 3\.99"):
-        Environment("jax", (), (3, 99), (3, 98))._base()
-    failing = [sys.executable, "-c", "import sys; sys.exit('a warning\\nERROR: no wheel for this machine')"]
-    with pytest.raises(MissingError, match="could not be installed: ERROR: no wheel for this machine"):
-        environments._run(failing)
-    for peer in (*STEPS, *LOOPS):
-        if peer.environment:
-            lines = (environments.REQUIREMENTS / f"{peer.environment.name}.txt").read_text().splitlines()
-            pinned = {line.split("==")[0].lower() for line in lines if "==" in line}
-            assert {package.lower() for package in peer.packages} <= pinned
-
-
-def test_groups_fit_into_memory_and_begin_with_the_first() -> None:
-    first, *others = (Peer(name, "", Rule.LAZY, 10) for name in "abcd")
-    assert measures.groups(others, first, 100, free=4_000 / 0.75) == [[first, *others]]
-    assert measures.groups(others, first, 100, free=3_999 / 0.75) == [[first, *others[:2]], [first, others[2]]]
-    assert measures.groups(others, first, 100, free=1) == [[first, other] for other in others]
 
 
 def measured(kind: str, threads: int, others: float, seconds: dict[str, Any], name: str = "zipf-1m") -> Measurement:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 STATE = ("step", "exp_avg", "exp_avg_sq")
 
@@ -134,22 +133,3 @@ def contents(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
         for state in (one.state[param] for one in optimizers if param in one.state):
             found |= {f"{key} of {name}": torch.as_tensor(state[key]).double().clone() for key in STATE}
     return found
-
-
-class Both:
-    """Two optimizers of torch that look like one: what programs write to have SparseAdam next to Adam."""
-
-    def __init__(self, *parts: Optimizer) -> None:
-        self.parts = parts
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return [group for part in self.parts for group in part.param_groups]
-
-    def zero_grad(self) -> None:
-        for part in self.parts:
-            part.zero_grad()
-
-    def step(self) -> None:
-        for part in self.parts:
-            part.step()

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from rowstep import DeferredAdam, SparseAdam
-from tests.clients.side_by_side import Both, Seen, assert_same_as_adam, assert_same_run
+from tests.clients.side_by_side import Seen, assert_same_as_adam, assert_same_run
+from tests.helpers.ratings import TorchsTwo
 
 TABLES, WIDTH, DENSE, BATCH = 26, 4, 5, 16
 SIZES = [3 + 11 * table for table in range(TABLES)]
@@ -70,11 +71,7 @@ def train(make: Any, sparse: bool, seen: Seen) -> None:
 
 
 def test_sparse_adam() -> None:
-    def two_optimizers(model: DLRM, lr: float) -> Both:
-        layers = [*model.bottom.parameters(), *model.top.parameters()]
-        return Both(torch.optim.SparseAdam(model.tables.parameters(), lr=lr), torch.optim.Adam(layers, lr=lr))
-
-    assert_same_run("DLRM, SparseAdam", train, two_optimizers, lambda model, lr: SparseAdam(model.parameters(), lr=lr))
+    assert_same_run("DLRM, SparseAdam", train, TorchsTwo, lambda model, lr: SparseAdam(model.parameters(), lr=lr))
 
 
 def test_deferred_adam() -> None:

@@ -1,7 +1,7 @@
 """OpenNMT-py's ``optim: sparseadam``: https://github.com/OpenNMT/OpenNMT-py, onmt/utils/optimizers.py.
 
-Parameters with "embed" in their name go to SparseAdam, the others to Adam, and its MultipleOptimizer holds and steps
-both. One rowstep.SparseAdam takes the place of all three. The learning rate follows "noam", written into the groups.
+Embeddings go to SparseAdam, the other parameters to Adam, and its MultipleOptimizer holds and steps both. One
+rowstep.SparseAdam takes the place of all three. The learning rate follows "noam", written into the groups.
 """
 
 from __future__ import annotations
@@ -14,16 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import rowstep
-from tests.clients.side_by_side import Both, Seen, assert_same_run
+from tests.clients.side_by_side import Seen, assert_same_run
+from tests.helpers.ratings import TorchsTwo
 
 WORDS, WIDTH, LENGTH, PAD = 120, 8, 6, 0
-
-
-def two_optimizers(model: nn.Module, **options: Any) -> Both:
-    parts: dict[bool, list[Tensor]] = {False: [], True: []}
-    for name, param in model.named_parameters():
-        parts["embed" in name].append(param)
-    return Both(torch.optim.Adam(parts[False], **options), torch.optim.SparseAdam(parts[True], **options))
 
 
 def one_optimizer(model: nn.Module, **options: Any) -> rowstep.SparseAdam:
@@ -72,7 +66,7 @@ def train(make: Any, sparse: bool, seen: Seen, clip: Any = None) -> None:
 
 
 def test_two_optimizers_become_one() -> None:
-    assert_same_run("OpenNMT-py, SparseAdam", train, two_optimizers, one_optimizer)
+    assert_same_run("OpenNMT-py, SparseAdam", train, TorchsTwo, one_optimizer)
 
 
 def test_clipping() -> None:
@@ -80,5 +74,5 @@ def test_clipping() -> None:
 
     clipped = partial(train, clip=rowstep.clip_grad_norm_)
     with pytest.raises(NotImplementedError, match="Sparse"):
-        train(two_optimizers, True, Seen(), nn.utils.clip_grad_norm_)
-    assert_same_run("OpenNMT-py, SparseAdam, clipped", clipped, two_optimizers, one_optimizer)
+        train(TorchsTwo, True, Seen(), nn.utils.clip_grad_norm_)
+    assert_same_run("OpenNMT-py, SparseAdam, clipped", clipped, TorchsTwo, one_optimizer)

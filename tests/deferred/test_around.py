@@ -212,19 +212,6 @@ def test_tables_that_are_cut_from_one_buffer() -> None:
         assert distance(one, other) <= 1e-12
 
 
-def test_a_table_that_is_swapped_while_rows_wait_is_an_error() -> None:
-    run = Run(*optimizers()[1])
-    optimizer = run.make(run.table.parameters())
-    run.train(run.table, optimizer, 5)
-    other = nn.Parameter(torch.ones(ROWS, WIDTH, dtype=torch.float64))
-    with pytest.raises(RuntimeError, match="Cannot swap"):
-        torch.utils.swap_tensors(run.table.weight, other)  # type: ignore[no-untyped-call]
-    optimizer.flush()  # type: ignore[attr-defined]
-    optimizer.zero_grad()
-    torch.utils.swap_tensors(run.table.weight, other)  # type: ignore[no-untyped-call]
-    run.train(run.table, optimizer, 5)
-
-
 def test_a_step_is_no_slower_for_what_is_not_read() -> None:
     """Only the rows looked up catch up; nothing in an ordinary loop reads the whole table."""
     run = Run(*optimizers()[1])

@@ -90,18 +90,3 @@ def test_a_state_of_sparse_adam_goes_on() -> None:
     step_with(second, param, rows_of(param, [2, 3]))
     assert second.state[param]["step"] == 2
     second.flush()
-
-
-def test_a_loaded_state_takes_the_parameters_dtype() -> None:
-    twins = waiting(lr=0.01)
-    model = embedding(dtype=torch.bfloat16)
-    model.load_state_dict(twins.model.state_dict())
-    optimizer = DeferredAdam(model)
-    optimizer.load_state_dict(through_a_file(twins.ours.state_dict()))
-    for _ in range(5):
-        optimizer.zero_grad()
-        model(zipf(40, 4)).square().sum().backward()
-        optimizer.step()
-    optimizer.flush()
-    assert optimizer.state[model.weight]["exp_avg"].dtype == torch.bfloat16
-    assert model.weight.isfinite().all()

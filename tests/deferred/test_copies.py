@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rowstep import DeferredAdam, DeferredAdamW
 from tests.helpers.copies import objects_through_a_file, pickled
 from tests.helpers.deferred_cases import BAR, Twins, bag, distance, embedding, in_memory, reading, zipf
 
@@ -52,15 +51,6 @@ def assert_same_weights(model: nn.Module, twin: nn.Module) -> None:
         assert distance(one, other) <= BAR
 
 
-def test_the_models_state_dict_is_flushed() -> None:
-    twins = waiting()
-    expected = twins.twin.state_dict()
-    for key, value in twins.model.state_dict().items():
-        assert distance(value, expected[key]) <= BAR
-    train(twins, 5)
-    twins.assert_same()
-
-
 def test_the_optimizers_state_dict_is_flushed_and_so_are_the_weights() -> None:
     twins = waiting()
     state, expected = twins.ours.state_dict()["state"], twins.theirs.state_dict()["state"]
@@ -97,20 +87,6 @@ def test_a_copy_of_the_model_is_flushed_and_plain(copied: Callable[[Any], Any]) 
 
 def note_call(module: nn.Module, args: Any) -> None:
     """A hook of the user's own, which a copy keeps."""
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, objects_through_a_file])
-def test_training_goes_on_with_a_copy_of_both(copied: Callable[[Any], Any]) -> None:
-    twins = waiting()
-    original, (twins.model, twins.ours) = (twins.model, twins.ours), copied((twins.model, twins.ours))
-    before = copy.deepcopy(original[0])
-    assert twins.ours.param_groups[0]["params"][0] is twins.model.users.weight
-    assert isinstance(twins.ours, DeferredAdamW)
-    train(twins, 15)
-    assert distance(in_memory(twins.model.users.weight), twins.twin.users.weight) > BAR  # the copy defers too
-    twins.assert_same()
-    assert_same_weights(original[0], before)
-    assert type(copy.deepcopy(twins.model).users) is nn.Embedding
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
@@ -170,17 +146,6 @@ def test_optimizers_do_not_pile_up() -> None:
     del twins
     gc.collect()
     assert gone() is None
-
-
-@pytest.mark.parametrize("cls", [DeferredAdam, DeferredAdamW])
-def test_a_second_optimizer_takes_over(cls: type[DeferredAdam]) -> None:
-    twins = waiting()
-    theirs = torch.optim.Adam if cls is DeferredAdam else torch.optim.AdamW
-    twins.ours, twins.theirs = cls(twins.model, lr=0.02), theirs(twins.twin.parameters(), lr=0.02)
-    assert_same_weights(twins.model, twins.twin)
-    gc.collect()
-    train(twins, 15)
-    twins.assert_same()
 
 
 def test_a_second_optimizer_of_torchs_takes_over() -> None:

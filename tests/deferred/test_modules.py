@@ -1,4 +1,4 @@
-"""Rows are up to date whenever a module reads them: every kind of lookup, and models of any shape."""
+"""Rows are up to date whenever a module reads them: every kind of lookup, models of any shape, odd gradients."""
 
 from __future__ import annotations
 
@@ -8,8 +8,23 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
-from tests.helpers.deferred_cases import BAR, Forward, Twins, bag, distance, embedding, in_memory, reading, zipf
+from rowstep import DeferredAdam
+from tests.helpers.deferred_cases import (
+    BAR,
+    Forward,
+    Twins,
+    assert_same_parameter,
+    bag,
+    distance,
+    embedding,
+    in_memory,
+    optimizers,
+    reading,
+    zipf,
+)
+from tests.helpers.gradients import copy_of, sparse, step_with, table
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -32,14 +47,6 @@ def by_keyword() -> Forward:
     return lambda model: model(input=batch)
 
 
-def transposed() -> Forward:
-    return reading(ids(6)[::2].expand(2, 3).t())
-
-
-def one_id() -> Forward:
-    return reading(ids())
-
-
 def with_offsets() -> Forward:
     return reading(ids(6), torch.tensor([0, 2, 2, 5]))
 
@@ -58,8 +65,6 @@ LOOKUPS: list[tuple[Callable[[], nn.Module], Callable[[], Forward]]] = [
     (embedding, plain),
     (embedding, matrix),
     (embedding, by_keyword),
-    (embedding, transposed),
-    (embedding, one_id),
     (lambda: embedding(padding_idx=0), plain),
     (lambda: embedding(padding_idx=-1), plain),
     (lambda: embedding(max_norm=0.8), plain),
@@ -80,16 +85,6 @@ def test_every_kind_of_lookup(module: Callable[[], nn.Module], lookup: Callable[
         twins.step(lookup())
     assert distance(in_memory(twins.model.weight), twins.twin.weight) > BAR  # rows wait
     twins.assert_same()
-
-
-def test_rows_that_are_never_touched_decay() -> None:
-    twins = Twins(embedding(6), weight_decay=0.5, lr=0.1)
-    start = twins.model.weight.detach().clone()
-    for _ in range(20):
-        twins.look_up(1, 3)
-    torch.testing.assert_close(in_memory(twins.model.weight)[5], start[5], rtol=0, atol=0)
-    twins.assert_same()
-    torch.testing.assert_close(twins.model.weight[5], start[5] * 0.95**20, rtol=1e-13, atol=0)
 
 
 class Shop(nn.Module):
@@ -115,19 +110,71 @@ def test_nested_modules_that_share_a_weight_and_several_lookups() -> None:
     twins.assert_same()
 
 
-def test_a_module_that_is_read_without_gradients() -> None:
+def pair(*shape: int, **options: Any) -> tuple[Parameter, DeferredAdam, Parameter, torch.optim.Optimizer]:
+    """A float64 table and its optimizer, twice."""
+    param = table(*shape, dtype=torch.float64)
+    twin = copy_of(param)
+    ours, theirs = optimizers([param], [twin], **({"weight_decay": 0.1, "lr": 0.01} | options))
+    return param, ours, twin, theirs
+
+
+def test_no_gradient_is_no_step() -> None:
     twins = Twins(embedding())
-    for step in range(30):
-        twins.look_up(*zipf(30, 4).tolist())
-        with torch.no_grad():
-            assert distance(*(model(torch.tensor([step, 3, 39])) for model in (twins.model, twins.twin))) <= 1e-13
+    twins.each(lambda model, optimizer: optimizer.step())
+    assert not twins.ours.state
+    twins.run(3, rows=40)
+    twins.each(lambda model, optimizer: (optimizer.zero_grad(), optimizer.step(), optimizer.step()))
+    assert twins.ours.state[twins.model.weight]["step"] == 3
+    twins.run(3, rows=40)
     twins.assert_same()
 
 
-def test_an_empty_table() -> None:
-    for shape in ((0, 3), (3, 0)):
-        twins = Twins(embedding(*shape))
-        twins.step(
-            lambda model: model(torch.empty(0, dtype=torch.int64)) + model.weight.new_zeros(1, model.weight.shape[1])
-        )
-        twins.assert_same()
+def test_a_parameter_without_dimensions() -> None:
+    param, ours, twin, theirs = pair()
+    for value in (1.0, -2.0, 0.5):
+        grad = sparse(torch.empty(0, 1, dtype=torch.int64), torch.tensor([value], dtype=torch.float64), ())
+        step_with(ours, param, grad)
+        step_with(theirs, twin, torch.tensor(value, dtype=torch.float64))
+    ours.flush()
+    assert_same_parameter(ours, param, theirs, twin)
+
+
+def test_a_closure() -> None:
+    twins = Twins(embedding())
+    for _ in range(5):
+        batch, goal = zipf(40, 4), torch.randn(4, 3, dtype=torch.float64)
+
+        def step(model: Any, optimizer: Any, batch: Tensor = batch, goal: Tensor = goal) -> None:
+            def closure() -> Any:
+                optimizer.zero_grad()
+                loss = (model(batch) - goal).square().mean()
+                loss.backward()
+                return loss
+
+            assert optimizer.step(closure) > 0
+
+        twins.each(step)
+    twins.assert_same()
+
+
+@pytest.mark.parametrize("sparse_dim", [0, 1, 2])
+def test_sixteen_bit_duplicates_are_summed_in_float32(sparse_dim: int) -> None:
+    param = nn.Parameter(torch.zeros(3, 2, dtype=torch.bfloat16))
+    optimizer = DeferredAdam([param], betas=(0.0, 0.5))  # the first moment is then the summed gradient
+    indices = torch.ones(2, 1000, dtype=torch.int64)[:sparse_dim]
+    values = torch.ones(1000, *param.shape[sparse_dim:], dtype=torch.bfloat16)
+    step_with(optimizer, param, sparse(indices, values, param.shape))
+    assert optimizer.state[param]["exp_avg"][1, 1] == 1000
+
+
+@pytest.mark.parametrize("sparse_dim", [0, 1, 2])
+def test_duplicates_are_summed_as_widely_as_the_state(sparse_dim: int) -> None:
+    """A float32 gradient of a table that was float64: 1e8 + 1 - 1e8 is 0 in float32."""
+    param = table(1, 1)
+    param.data.zero_()
+    optimizer = DeferredAdam([param], lr=0.1)
+    optimizer.state[param] = {key: torch.zeros(1, 1, dtype=torch.float64) for key in ("exp_avg", "exp_avg_sq")}
+    optimizer.state[param]["step"] = 0
+    values = torch.tensor([1e8, 1.0, -1e8]).reshape(3, *[1] * (2 - sparse_dim))
+    step_with(optimizer, param, sparse(torch.zeros(sparse_dim, 3, dtype=torch.int64), values, (1, 1)))
+    assert param.item() == pytest.approx(-0.1)

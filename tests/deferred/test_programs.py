@@ -150,15 +150,6 @@ def tied_to_an_output_layer(run: Run) -> Iterator[Tensor]:
 
 
 @program
-def tied_but_detached(run: Run) -> Iterator[Tensor]:
-    """The whole table is read at every step, and only the rows looked up get a gradient."""
-    optimizer = run.make(run.table.parameters())
-    for _ in range(STEPS):
-        yield run.train(lambda ids: run.table(ids) @ run.table.weight.detach().T, optimizer)
-    yield run.table.weight
-
-
-@program
 def rows_with_a_largest_norm(run: Run) -> Iterator[Tensor]:
     run.table.max_norm = 0.7
     optimizer = run.make(run.table.parameters())
@@ -275,18 +266,4 @@ def a_frozen_table(run: Run) -> Iterator[Tensor]:
         yield run.table(run.batch())
     run.table.requires_grad_(True)
     yield run.train(run.table, optimizer, 20)
-    yield run.table.weight
-
-
-@program
-def a_state_dict_kept_and_loaded(run: Run) -> Iterator[Tensor]:
-    """Early stopping: the best weights so far, and back to them."""
-    optimizer = run.make(run.table.parameters())
-    run.train(run.table, optimizer, STEPS // 2)
-    best = copy.deepcopy(run.table.state_dict())
-    state = copy.deepcopy(optimizer.state_dict())
-    yield run.train(run.table, optimizer, STEPS // 4)
-    run.table.load_state_dict(best)
-    optimizer.load_state_dict(state)
-    yield run.train(run.table, optimizer, STEPS // 4)
     yield run.table.weight

@@ -9,14 +9,17 @@ import math
 from decimal import Decimal, localcontext
 
 import numpy as np
-import pytest
 
-from rowstep._schedule import SAFE, Path, Schedule
+from rowstep._schedule import Path, Schedule
 from tests.helpers.deferred_cases import LONG
 
 
 def begin(betas: tuple[float, float]) -> Schedule:
-    return Path(betas, 1e-8, amsgrad=False, step=2, tolerance=1e-15).begin()
+    """With room for 16,384 steps, or in a short run for 2,048."""
+    path = Path(betas, 1e-8, amsgrad=False, step=2, tolerance=1e-15)
+    if not LONG:
+        path.capacity, path.longest_wait = path.capacity // 8, path.longest_wait // 8
+    return path.begin()
 
 
 def footprint(schedule: Schedule) -> dict[str, int]:
@@ -26,15 +29,15 @@ def footprint(schedule: Schedule) -> dict[str, int]:
 
 
 def test_a_long_run_does_not_drift_and_does_not_grow() -> None:
-    """20,000 steps, or 1.2 million, go round the ring of 16,384."""
+    """2,500 steps, or 1.2 million, go round the ring."""
     schedule = begin((0.5, 0.99))
     memory, kept = footprint(schedule), []
-    for step in range(1_200_000 if LONG else 20_000):
+    for step in range(1_200_000 if LONG else 2_500):
         lr = 1e-3 * (1 + (step // 20_000) % 2)
         schedule = schedule.advanced(lr, 0.01)
         kept.append(1 - lr * 0.01)
     assert footprint(schedule) == memory
-    gaps = [1, 57, 5000, schedule.path.capacity - 1]
+    gaps = [1, 57, 500, schedule.path.capacity - 1]
     _, left, _ = schedule.coefficients(schedule.step - np.array(gaps))
     with localcontext(prec=50):
         for gap, found in zip(gaps, left, strict=True):
@@ -45,34 +48,13 @@ def test_a_table_that_lags_behind_another_is_as_if_alone() -> None:
     """Twins share what they know, until the one ahead would write over what the one behind has not come to yet."""
     behind, alone = begin((0.5, 0.9)), begin((0.5, 0.9))
     ahead = behind
-    for step in range(17_000):
+    for step in range(17_000 if LONG else 2_200):
         ahead = ahead.advanced(0.1 + 0.1 * (step % 7), 1e-4)
     for step in range(300):
         behind, alone = (each.advanced(0.1 + 0.1 * (step % 7), 1e-4) for each in (behind, alone))
     assert_same(behind, alone)
     behind, alone = (each.advanced(0.7, 0.0) for each in (behind, alone))  # another step than the one ahead took
     assert_same(behind, alone)
-
-
-@pytest.mark.parametrize("eps", [1e-8, 1e-3, 1e-40])
-@pytest.mark.parametrize("amsgrad", [False, True])
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.9), (0.5, 0.3), (0.99, 0.9999)])
-def test_the_compiled_window_is_the_one_in_numpy(betas: tuple[float, float], amsgrad: bool, eps: float) -> None:
-    from rowstep._backends import numba as compiled
-
-    plain = Path(betas, eps, amsgrad=amsgrad, step=0, tolerance=1e-9).begin()
-    other = Path(betas, eps, amsgrad=amsgrad, step=0, tolerance=1e-9).begin()
-    for step in range(600):
-        lr = 0.1 * (1 + step % 3) if step % 50 else 0.0
-        plain, other = plain.advanced(lr, 0.01), other.advanced(lr, 0.01, compiled)
-    # What is left of the moments when nearly equal numbers are subtracted is not the same to the last digit.
-    scale = np.abs(plain.window[:, :1])
-    finite = np.isfinite(plain.window[:, SAFE])
-    assert np.array_equal(finite, np.isfinite(other.window[:, SAFE]))
-    assert (
-        np.abs(plain.window[:, :SAFE] - other.window[:, :SAFE]) <= 1e-10 * (scale + np.abs(plain.window[:, :SAFE]))
-    ).all()
-    np.testing.assert_allclose(plain.window[finite, SAFE], other.window[finite, SAFE], rtol=1e-2, atol=1e-300)
 
 
 def assert_same(schedule: Schedule, expected: Schedule) -> None:

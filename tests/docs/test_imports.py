@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -137,20 +136,3 @@ def test_private_interfaces_are_used_in_one_file(path: Path) -> None:
 
 def is_own(attribute: ast.Attribute) -> bool:
     return isinstance(attribute.value, ast.Name) and attribute.value.id == "self"
-
-
-def test_nothing_imports_itself_by_way_of_others() -> None:
-    needs: dict[str, set[str]] = {}
-    for module, imports in MODULES.items():
-        needed = {top_level(name) for name, _, when_loaded in imports if when_loaded and is_within(name, ("rowstep",))}
-        needs.setdefault(top_level(module), set()).update(needed)
-    try:
-        TopologicalSorter({module: others - {module} for module, others in needs.items()}).prepare()
-    except CycleError as error:
-        pytest.fail(f"imports go round in a circle: {' <- '.join(error.args[1])}")
-
-
-def test_every_module_that_a_layer_names_is_there() -> None:
-    named = {module for layer in LAYERS.values() for module in layer.modules} - {"", "*"}
-    assert named <= {top_level(module) for module in MODULES}
-    assert {module for module, _ in EXCEPTIONS} <= MODULES.keys()

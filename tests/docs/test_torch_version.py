@@ -1,9 +1,10 @@
-"""Which torch is taken, and what someone with an older one is told."""
+"""What is imported and when, the public names, which torch is taken, and what someone with an older one is told."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,7 @@ import torch
 torch.__version__ = torch.torch_version.TorchVersion("2.7.1+cu126")
 """
 
-USES = [
-    *(f"from rowstep import {name}" for name in rowstep.__all__),
-    "import rowstep.distributed",
-]
+USES = [*(f"from rowstep import {name}" for name in rowstep.__all__), "import rowstep.distributed"]
 
 TRY_ALL = f"""
 for use in {USES}:
@@ -32,10 +30,6 @@ for use in {USES}:
     else:
         print("no error:", use)
 """
-
-
-def run(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(
@@ -56,9 +50,7 @@ def test_older_versions_are_refused_with_the_way_out(version: str) -> None:
 
 
 def test_whatever_uses_torch_refuses_an_old_one() -> None:
-    done = run(OLD + TRY_ALL)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = python(OLD + TRY_ALL).splitlines()
     assert len(lines) == len(USES)
     assert {line.partition(" or newer")[0] for line in lines} == {
         "torch 2.7.1+cu126 is installed, but rowstep needs torch 2.8"
@@ -66,10 +58,89 @@ def test_whatever_uses_torch_refuses_an_old_one() -> None:
 
 
 def test_arrays_do_not_care() -> None:
-    done = run(OLD + "import rowstep.arrays; from rowstep import arrays; print(arrays.Adam.__name__)")
-    assert (done.returncode, done.stdout) == (0, "Adam\n"), done.stderr
+    assert python(OLD + "import rowstep.arrays; from rowstep import arrays; print(arrays.Adam.__name__)") == "Adam"
 
 
 def test_pip_is_told_the_same() -> None:
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     assert f'"torch>={OLDEST[0]}.{OLDEST[1]}"' in text
+
+
+def python(source: str, *arguments: str) -> str:
+    """What a new process prints."""
+    command = [sys.executable, "-W", "ignore", "-c", source, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_public_names_do_not_import_torchs_compiler() -> None:
+    source = "import sys; from rowstep import *; print('torch' in sys.modules, 'torch._dynamo' in sys.modules)"
+    assert python(source) == "True False"
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["warm-up", "--help"]])
+def test_the_command_line_answers_without_torch_and_numba(arguments: list[str]) -> None:
+    source = """
+import sys
+from rowstep.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    print(end.code, 'torch' in sys.modules, 'numba' in sys.modules, 'rich' in sys.modules)
+"""
+    assert python(source, *arguments).splitlines()[-1] == "0 False False False"
+
+
+# Nothing has called `step` or watched a lookup before: what hides them from the compiler is made while it traces.
+FIRST_STEP_IN_COMPILED_CODE = """
+import rowstep, torch
+from torch import nn
+
+def trained(compiled):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))
+    optimizer = rowstep.DeferredAdam(model.parameters(), lr=0.1)
+
+    def step(ids):
+        loss = model(ids).square().sum()
+        loss.backward()
+        optimizer.step()
+
+    for number in range(5):
+        optimizer.zero_grad()
+        (torch.compile(step, backend="eager") if compiled else step)(torch.tensor([1, 2, number]))
+    return [*model.state_dict().values()]
+
+for one, other in zip(trained(True), trained(False), strict=True):
+    torch.testing.assert_close(one, other)
+from torch._dynamo.utils import counters
+print(counters["stats"]["unique_graphs"] > 0)
+"""
+
+
+def test_the_first_step_of_a_process_inside_a_compiled_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROWSTEP_BACKEND", "reference")  # compiles no kernels
+    assert python(FIRST_STEP_IN_COMPILED_CODE) == "True"
+
+
+def test_the_public_names() -> None:
+    assert rowstep.__all__ == [
+        "DeferredAdam",
+        "DeferredAdamW",
+        "SparseAdam",
+        "StaleRowsError",
+        "clip_grad_norm_",
+        "clip_grad_value_",
+        "select_rows_",
+    ]
+    assert set(rowstep.__all__) <= set(dir(rowstep))
+
+
+def test_a_name_that_is_not_there() -> None:
+    with pytest.raises(AttributeError, match="'rowstep' has no attribute 'DenseAdam'"):
+        _ = rowstep.DenseAdam
+
+
+def test_the_version_is_the_installed_one() -> None:
+    assert rowstep.__version__ == metadata.version("rowstep")

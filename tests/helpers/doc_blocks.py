@@ -17,9 +17,6 @@ _PROGRAMS = ("make ", "pip install ", "python -m ", "rowstep ")
 LANGUAGES = {"python", "output", "bash", "dockerfile", "diff", "math", "text"}
 """What a block may be. ``output`` is what the python block before it prints; ``text`` and ``diff`` are only shown."""
 
-NOT_RUN = "<!-- not run:"
-"""Before a block that cannot be run, with the reason."""
-
 
 @dataclass(frozen=True)
 class Block:
@@ -27,8 +24,6 @@ class Block:
     line: int
     language: str
     text: str
-    is_marked: bool
-    """Whether the page says that it is not run."""
 
 
 def blocks_of(page: str) -> list[Block]:
@@ -36,10 +31,9 @@ def blocks_of(page: str) -> list[Block]:
     found = []
     for match in _FENCE.finditer(text):
         before = text[: match.start()]
-        last = before.rstrip().rsplit("\n", 1)[-1]
         body = re.sub(f"^{match[1]}", "", match[4], flags=re.MULTILINE)
         language = match[3].split()[0] if match[3].strip() else _guess(body)
-        found.append(Block(page, before.count("\n") + 1, language, body, last.startswith(NOT_RUN)))
+        found.append(Block(page, before.count("\n") + 1, language, body))
     return found
 
 

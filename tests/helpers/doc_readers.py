@@ -13,7 +13,7 @@ import io
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,6 @@ _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 class Reader:
     given: Mapping[int, str] = field(default_factory=dict)
     smaller: Mapping[str, str] = field(default_factory=dict)
-    warns: Sequence[str] = ()
-    """Words of the warnings that the page's code gives, each at least once; there may be no others."""
     ranks: int = 0
     """On how many ranks of a process group it runs; 0: in a process without one."""
 
@@ -100,8 +98,9 @@ READERS: dict[str, Reader] = {
 
 def run_page(page: str, folder: Path, reader: Reader) -> None:
     """Run all python blocks of a page, in this folder, and compare what they print with what the page says."""
-    python = [block for block in blocks_of(page) if block.language in ("python", "output") and not block.is_marked]
-    with _in(folder), _warning_only(reader.warns):
+    python = [block for block in blocks_of(page) if block.language in ("python", "output")]
+    with _in(folder), warnings.catch_warnings():
+        warnings.simplefilter("error")
         namespace: dict[str, Any] = {"__name__": "__main__"}
         exec("import torch", namespace)
         number, printed = 0, ""
@@ -168,13 +167,3 @@ def _in(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.chdir(before)
-
-
-@contextlib.contextmanager
-def _warning_only(expected: Sequence[str]) -> Iterator[None]:
-    with warnings.catch_warnings(record=True) as given:
-        warnings.simplefilter("always")
-        yield
-    texts = [str(warning.message) for warning in given]
-    assert all(any(words in text for words in expected) for text in texts), texts
-    assert all(any(words in text for text in texts) for words in expected), (expected, texts)

@@ -101,7 +101,6 @@ class Machine(RuleBasedStateMachine):
     defaults: ClassVar[dict[str, Any]]
     option_sets: ClassVar[dict[str, dict[str, Any]]]
     betas: ClassVar[list[tuple[float, float]]]
-    bad_options: ClassVar[list[dict[str, Any]]]
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+OnWarning = Literal["default", "error"]
+
 
 class RankError(Exception):
     """A rank raised, died or does not answer."""
@@ -37,7 +39,7 @@ class Ranks:
     ``timeout`` is how many seconds a collective may take; a call may take twice as long.
     """
 
-    def __init__(self, timeout: float = 60.0, on_warning: Literal["default", "error"] = "default") -> None:
+    def __init__(self, timeout: float = 60.0, on_warning: OnWarning = "default") -> None:
         self._timeout, self._on_warning = timeout, on_warning
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[tuple[BaseProcess, Connection]] = []
@@ -65,9 +67,11 @@ class Ranks:
         self._end(patience=10)
 
     def _start(self, rank: int) -> tuple[BaseProcess, Connection]:
-        context = multiprocessing.get_context("spawn")
+        # torch and Numba take seconds to import. A server has done that once, and forks each rank.
+        context: Any = multiprocessing.get_context("forkserver" if sys.platform.startswith("linux") else "spawn")
+        context.set_forkserver_preload([__name__, "rowstep.distributed", "numba"])
         ours, theirs = context.Pipe()
-        how = (self._store.port, self._timeout, self._on_warning)
+        how = (self._store.port, self._timeout, self._on_warning, dict(os.environ))
         process = context.Process(target=_work, args=(theirs, rank, *how), daemon=True)
         process.start()
         theirs.close()
@@ -101,7 +105,11 @@ def new_group_in_order(members: list[int], **options: Any) -> Any:
     return dist.new_group(members, **options)
 
 
-def _work(pipe: Connection, rank: int, port: int, timeout: float, on_warning: Literal["default", "error"]) -> None:
+def _work(
+    pipe: Connection, rank: int, port: int, timeout: float, on_warning: OnWarning, environment: dict[str, str]
+) -> None:
+    os.environ.clear()  # that of the server, which may be older
+    os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes of a terminal; the first one ends us
     torch.set_num_threads(1)
     if sys.platform.startswith("linux"):

@@ -70,7 +70,8 @@ class TorchsTwo(Optimizer):
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
         ]
         others = [param for param in model.parameters() if not any(param is table for table in tables)]
-        self.parts = [torch.optim.SparseAdam(tables, **options), torch.optim.Adam(others, **options)]
+        parts = {torch.optim.SparseAdam: tables, torch.optim.Adam: others}
+        self.parts: list[Any] = [cls(params, **options) for cls, params in parts.items() if params]
         super().__init__([*tables, *others], self.parts[0].defaults)
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
@@ -116,20 +117,24 @@ class Rivals(NamedTuple):
             torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-RIVALS = {
-    "SparseAdam": Rivals(
-        lambda model: SparseAdam(model.parameters(), lr=RATE),
-        lambda model: TorchsTwo(model, lr=RATE),
-        sparse=True,
-    ),
-    "DeferredAdam": Rivals(
-        lambda model: DeferredAdam(model, lr=RATE),
-        lambda model: torch.optim.Adam(model.parameters(), lr=RATE),
-        sparse=False,
-    ),
-    "DeferredAdamW": Rivals(
-        lambda model: DeferredAdamW(model, lr=RATE, weight_decay=0.1),
-        lambda model: torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1),
-        sparse=False,
-    ),
-}
+def rivals(rate: float) -> dict[str, Rivals]:
+    """What our optimizers equal, at this learning rate."""
+    decay: dict[str, Any] = {"lr": rate, "weight_decay": 0.1}
+    return {
+        "SparseAdam": Rivals(
+            lambda model: SparseAdam(model.parameters(), lr=rate), lambda model: TorchsTwo(model, lr=rate), sparse=True
+        ),
+        "DeferredAdam": Rivals(
+            lambda model: DeferredAdam(model, lr=rate),
+            lambda model: torch.optim.Adam(model.parameters(), lr=rate),
+            sparse=False,
+        ),
+        "DeferredAdamW": Rivals(
+            lambda model: DeferredAdamW(model, **decay),
+            lambda model: torch.optim.AdamW(model.parameters(), **decay),
+            sparse=False,
+        ),
+    }
+
+
+RIVALS = rivals(RATE)

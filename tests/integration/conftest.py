@@ -27,10 +27,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 ALL_REQUIRED = os.environ.get("ROWSTEP_INTEGRATION") == "1"
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "integration: needs the packages of the `integration` extra")
-
-
 class Guest(pytest.Module):
     """A file that needs the package it is named after."""
 
@@ -45,12 +41,6 @@ class Guest(pytest.Module):
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
     return Guest.from_parent(parent, path=module_path) if module_path.parent == HERE else None
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.parent == HERE:
-            item.add_marker("integration")
 
 
 @pytest.fixture(params=RIVALS)

@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning
 import pytest
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
@@ -68,15 +67,3 @@ def test_automatic_optimization(rivals: Rivals, tmp_path: Path, options: dict[st
         trainer(tmp_path, 3, **options).fit(Module(model, make), loader(), loader())
 
     rivals.assert_learn_alike(train)
-
-
-def test_a_checkpoint_and_the_rest_of_the_run(rivals: Rivals, tmp_path: Path) -> None:
-    straight, first, rest = (Module(Taste(), rivals.ours) for _ in range(3))
-    trainer(tmp_path, 4).fit(straight, loader(), loader())
-    half = trainer(tmp_path, 2)
-    half.fit(first, loader(), loader())
-    half.save_checkpoint(tmp_path / "half.ckpt")
-    trainer(tmp_path, 4).fit(rest, loader(), loader(), ckpt_path=tmp_path / "half.ckpt")
-    assert rest.model.error() < first.model.error()
-    for one, other in zip(straight.parameters(), rest.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)

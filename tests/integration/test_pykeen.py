@@ -13,7 +13,7 @@ import torch
 from pykeen.pipeline import PipelineResult, pipeline
 from torch.optim import Optimizer
 
-from rowstep import DeferredAdam, DeferredAdamW, SparseAdam
+from rowstep import SparseAdam
 
 pytestmark = pytest.mark.filterwarnings("ignore:Training instances are always shuffled:DeprecationWarning")
 
@@ -66,14 +66,6 @@ def test_the_pipeline(data: str, model: str, force_sparse: bool) -> None:
     assert ours.get_metric("mrr") == pytest.approx(theirs.get_metric("mrr"), rel=1e-3)
     for one, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("cls", [DeferredAdam, DeferredAdamW])
-def test_the_pipeline_with_deferred_steps(cls: type[Optimizer]) -> None:
-    """Nothing waits, as every gradient is dense. torch's own AdamW cannot be passed to this pipeline."""
-    ours = run("Nations", "TransE", cls)
-    theirs = run("Nations", "TransE", torch.optim.Adam)
-    assert ours.get_metric("mrr") == pytest.approx(theirs.get_metric("mrr"), rel=0.05)
 
 
 def test_the_example() -> None:

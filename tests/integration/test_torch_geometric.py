@@ -9,29 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 from torch_geometric.datasets import KarateClub
 from torch_geometric.nn import MetaPath2Vec, TransE
 
-from rowstep import DeferredAdam, SparseAdam
+from tests.helpers.ratings import rivals
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RATE = 0.02
 
-# Our optimizer with sparse gradients, torch's, and the gradients that torch's needs for the same result.
-RIVALS: dict[str, tuple[Callable[[nn.Module], Optimizer], Callable[[nn.Module], Optimizer], bool]] = {
-    "SparseAdam": (
-        lambda model: SparseAdam(model.parameters(), lr=RATE),
-        lambda model: torch.optim.SparseAdam(list(model.parameters()), lr=RATE),
-        True,
-    ),
-    "DeferredAdam": (
-        lambda model: DeferredAdam(model, lr=RATE),
-        lambda model: torch.optim.Adam(model.parameters(), lr=RATE),
-        False,
-    ),
-}
+RIVALS = {name: each for name, each in rivals(RATE).items() if name != "DeferredAdamW"}
 
 
 def assert_learn_alike(

@@ -12,24 +12,12 @@ from torch.optim import Optimizer
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 import rowstep
-from rowstep import DeferredAdam, DeferredAdamW, SparseAdam
-from tests.helpers.ratings import Make, TorchsTwo
+from rowstep import DeferredAdam, SparseAdam
+from tests.helpers.ratings import rivals
 
 WORDS, RATE = 200, 0.01
 
-# Our optimizer, torch's, and whether torch's can have the sparse gradients too.
-RIVALS: dict[str, tuple[Make, Make, bool]] = {
-    "SparseAdam": (
-        lambda model: SparseAdam(model.parameters(), lr=RATE),
-        lambda model: TorchsTwo(model, lr=RATE),
-        True,
-    ),
-    "DeferredAdamW": (
-        lambda model: DeferredAdamW(model, lr=RATE, weight_decay=0.1),
-        lambda model: torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1),
-        False,
-    ),
-}
+RIVALS = {name: each for name, each in rivals(RATE).items() if name != "DeferredAdam"}
 
 
 def classifier(*, sparse: bool = True) -> Any:
@@ -84,18 +72,6 @@ def test_the_trainer(name: str, tmp_path: Path) -> None:
         losses.append(loss(run))
         assert losses[-1] < 0.7 * before
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-
-@pytest.mark.parametrize("name", RIVALS)
-def test_a_checkpoint_and_the_rest_of_the_run(name: str, tmp_path: Path) -> None:
-    ours, _, _ = RIVALS[name]
-    straight = classifier()
-    run = trainer(straight, ours(straight), tmp_path, save_strategy="epoch")
-    run.train()
-    resumed = classifier()
-    rest = trainer(resumed, ours(resumed), tmp_path)
-    rest.train(resume_from_checkpoint=str(tmp_path / "checkpoint-40"))
-    assert loss(rest) == pytest.approx(loss(run), rel=1e-6)
 
 
 @pytest.mark.parametrize("cls", [SparseAdam, DeferredAdam])

@@ -12,7 +12,7 @@ import pytest
 from rowstep._kernels import pool
 
 PARENT = """
-import multiprocessing, os, signal, sys, threading
+import os, signal, sys, threading
 import numba, numpy as np, torch
 from rowstep import SparseAdam
 
@@ -47,12 +47,6 @@ def in_a_fork(work):
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
-def in_a_process(work):
-    process = multiprocessing.get_context("fork").Process(target=work)
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-
 def held_by_another_thread():
     from rowstep._kernels import pool
     held, done = threading.Event(), threading.Event()
@@ -84,7 +78,6 @@ step()
 compare([
     lambda: in_a_fork(step_and_tell),
     lambda: in_a_fork(lambda: in_a_fork(step_and_tell)),
-    lambda: in_a_process(step_and_tell),
     held_by_another_thread,
 ])
 print(numba.threading_layer())

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from rowstep import DeferredAdam, DeferredAdamW, SparseAdam
+from tests.helpers.by_hand import AdamByHand
 from tests.helpers.gradients import Snapshot, rows_of, table
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -29,22 +29,6 @@ KINDS = pytest.mark.parametrize(
 LR, BETAS, EPS = 0.01, (0.9, 0.99), 1e-8
 
 
-class Adam:
-    """The equations in float64, where a count is so large that no bias is left to correct."""
-
-    def __init__(self, param: Tensor, *, sparse: bool, decay: float) -> None:
-        self.p, self.m, self.v = param.detach().clone(), torch.zeros_like(param), torch.zeros_like(param)
-        self._sparse, self._decay = sparse, decay
-
-    def step(self, grad: Tensor) -> None:
-        rows = grad.coalesce().indices()[0] if grad.is_sparse and self._sparse else torch.arange(len(self.p))
-        g = grad.to_dense()[rows]
-        self.p[rows] *= 1 - LR * self._decay
-        self.m[rows] = BETAS[0] * self.m[rows] + (1 - BETAS[0]) * g
-        self.v[rows] = BETAS[1] * self.v[rows] + (1 - BETAS[1]) * g * g
-        self.p[rows] -= LR * self.m[rows] / (self.v[rows].sqrt() + EPS)
-
-
 class Run:
     """A table and a dense parameter under an optimizer that was told how many steps it has taken."""
 
@@ -53,7 +37,10 @@ class Run:
         self.params = [table(6, 3, dtype=torch.float64), table(4, 2, dtype=torch.float64)]
         self.optimizer = self.made(self.params)
         decay = options.get("weight_decay", 0.0)
-        self.models = [Adam(param, sparse=kind is SparseAdam, decay=decay) for param in self.params]
+        rule: dict[str, Any] = {"weight_decay": decay, "decoupled_weight_decay": True}
+        self.models = [AdamByHand(param, lr=LR, betas=BETAS, eps=EPS, **rule) for param in self.params]
+        for model in self.models:
+            model.steps = int(count)
         saved = self.optimizer.state_dict()
         for number, param in enumerate(self.params):
             zeros = torch.zeros_like(param)
@@ -77,7 +64,8 @@ class Run:
         self.optimizer.step()
         for param, model in zip(self.params, self.models, strict=True):
             assert param.grad is not None
-            model.step(param.grad)
+            grad = param.grad.coalesce() if self.kind is SparseAdam and param.grad.is_sparse else param.grad.to_dense()
+            model.step(*((grad.indices()[0], grad.values()) if grad.is_sparse else (range(len(grad)), grad)))
 
     def counts(self) -> list[int]:
         return [int(self.optimizer.state[param]["step"]) for param in self.params]

@@ -74,27 +74,6 @@ def test_a_state_may_have_other_strides_than_its_parameter(layout: Callable[[Ten
     assert_same_steps(param, twin, optimizer, reference)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_data_may_be_swapped_for_another_dtype(dtype: torch.dtype) -> None:
-    # The state stays float32 under the new parameter, as in torch.
-    param, twin = table(20, 4), table(20, 4)
-    twin.data.copy_(param.data)
-    optimizer, reference = SparseAdam([param]), SparseAdam([twin])
-    grad = rows_of(param, [1, 2, 19])
-    step_with(optimizer, param, grad)
-    step_with(reference, twin, grad)
-    param.grad = None
-    param.data = param.data.to(dtype)
-    for dense in (False, True):
-        grad = torch.randn(20, 4) if dense else rows_of(twin, [2, 3, 2])
-        step_with(optimizer, param, grad.to(dtype))
-        step_with(reference, twin, grad)
-    assert param.dtype == dtype
-    assert optimizer.state[param]["exp_avg"].dtype == torch.float32
-    tolerance = 1e-6 if dtype == torch.float64 else 2**-6
-    torch.testing.assert_close(param.float(), twin, rtol=tolerance, atol=tolerance)
-
-
 def test_a_one_element_gradient_of_a_view_with_an_offset() -> None:
     # dense_dim 0 and one distinct index: torch.optim.SparseAdam writes to the wrong address here.
     memory = torch.zeros(64)
@@ -103,26 +82,3 @@ def test_a_one_element_gradient_of_a_view_with_an_offset() -> None:
     step_with(optimizer, param, sparse([[3, 3]], torch.tensor([1.0, 1.0]), (8,)))
     assert memory.nonzero().tolist() == [[43]]
     assert param[3].item() == pytest.approx(-0.5)
-
-
-def test_two_parameters_may_be_halves_of_one_tensor() -> None:
-    memory = torch.randn(10, 4)
-    before = memory.clone()
-    halves = [Parameter(memory[:5]), Parameter(memory[5:])]
-    for half, row in zip(halves, (1, 3), strict=True):
-        half.grad = rows_of(half, [row])
-    SparseAdam(halves).step()
-    assert (memory != before).any(dim=1).nonzero().flatten().tolist() == [1, 8]
-
-
-def test_new_moments_have_the_strides_of_their_parameter() -> None:
-    small, large = Parameter(torch.randn(4, 6).t()), Parameter(torch.zeros(1500, 2000).t())
-    optimizer = SparseAdam([small, large])
-    for param in (small, large):
-        param.grad = rows_of(param, [1])
-    optimizer.step()
-    for param in (small, large):
-        for key in ("exp_avg", "exp_avg_sq"):
-            moment = optimizer.state[param][key]
-            assert moment.stride() == param.stride()
-            assert moment.any(dim=1).nonzero().flatten().tolist() == [1]

@@ -41,14 +41,6 @@ class SparseAdamRun(Program):
         "maximize": False, "weight_decay": 0.0, "amsgrad": False,
     }  # fmt: skip
 
-    bad_options: ClassVar[list[dict[str, Any]]] = [
-        {"lr": -1.0},
-        {"betas": (0.9, 1.0)},
-        {"eps": 0.0},
-        {"weight_decay": -1.0},
-        {"nonfinite": "stop"},
-    ]
-
     def can_compile(self, options: str, dtype: torch.dtype, state_dtype: torch.dtype) -> bool:
         return LONG or (dtype, state_dtype) in DTYPES.get(options, FOR_ALL)
 

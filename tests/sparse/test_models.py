@@ -1,4 +1,4 @@
-"""Gradients as models leave them: lookups, bags, ties, accumulation, clipping by norm."""
+"""Gradients as models leave them: lookups, bags, complex numbers, torch.compile, a scaler, a profiler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from rowstep import SparseAdam
-from tests.helpers.gradients import same_bits
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -57,50 +56,6 @@ def test_several_lookups_in_one_forward_pass_arrive_as_one_gradient() -> None:
     assert model.weight.grad._nnz() == 36
 
 
-@pytest.mark.parametrize("expanded", [True, False])
-def test_gradients_accumulate_over_several_backward_passes(expanded: bool) -> None:
-    model = nn.Embedding(20, 4, sparse=True)
-    whole = copy.deepcopy(model)
-    ids = torch.tensor([1, 2, 3, 3, 2, 5, 1, 1, 9])
-
-    def loss(vectors: Tensor) -> Tensor:
-        return vectors.sum() if expanded else vectors.square().sum()
-
-    sizes = []
-    for part in torch.split(ids, 3):
-        torch.autograd.backward(loss(model(part)))
-        assert model.weight.grad is not None
-        sizes.append(model.weight.grad._nnz())
-    # torch concatenates the values of a sum. Values that have memory of their own it merges, but not completely.
-    assert sizes == ([3, 6, 9] if expanded else [3, 5, 7])
-    torch.autograd.backward(loss(whole(ids)))
-    SparseAdam(model.parameters()).step()
-    SparseAdam(whole.parameters()).step()
-    torch.testing.assert_close(model.weight, whole.weight)
-
-
-def test_tied_weights_arrive_dense_and_step_as_under_adam() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(20, 4, sparse=True)
-            self.head = nn.Linear(4, 20, bias=False)
-            self.head.weight = self.table.weight
-
-        def forward(self, ids: Tensor) -> Tensor:
-            scores: Tensor = self.head(self.table(ids))
-            return scores
-
-    model = Tied()
-    twin = copy.deepcopy(model)
-    ids = torch.tensor([3, 5, 3])
-    train(model, SparseAdam(model.parameters()), lambda model, step: model(ids).square().mean())
-    train(twin, torch.optim.Adam(twin.parameters(), fused=True), lambda model, step: model(ids).square().mean())
-    assert model.table.weight.grad is not None
-    assert not model.table.weight.grad.is_sparse
-    assert same_bits(model.table.weight, twin.table.weight)
-
-
 def test_a_complex_valued_model() -> None:
     # Knowledge-graph models (ComplEx, RotatE) conjugate: the gradient's values are then lazily negated views.
     class Pair(nn.Module):
@@ -130,3 +85,48 @@ def test_a_step_is_in_place_without_a_graph_and_autograd_knows_of_it() -> None:
     assert not any(value.requires_grad for value in optimizer.state[weight].values() if isinstance(value, Tensor))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))
+
+
+def train_through(model: nn.Module, optimizer: SparseAdam, forward: Callable[[Tensor], Tensor]) -> None:
+    for step in range(4):
+        optimizer.zero_grad()
+        torch.autograd.backward(forward(torch.tensor([1, 2, step])).square().sum())
+        optimizer.step()
+
+
+def test_an_eager_step_after_a_compiled_model() -> None:
+    model, plain = network(), network()
+    train_through(model, SparseAdam(model.parameters()), torch.compile(model, backend="aot_eager"))
+    train_through(plain, SparseAdam(plain.parameters()), plain)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_scaler_divides_gradients_that_share_memory_once_if_one_is_cloned() -> None:
+    """What docs/faq.md says: where outputs of tables are added, torch would divide the memory they share twice."""
+    tables = [torch.nn.Embedding(4, 2, sparse=True) for _ in range(2)]
+    optimizer = SparseAdam([module.weight for module in tables])
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    ids = torch.tensor([1])
+    scaler.scale(((tables[0](ids) + tables[1](ids)) * torch.tensor([1.0, 2.0])).sum()).backward()
+    for module in tables[1:]:
+        assert module.weight.grad is not None
+        module.weight.grad = module.weight.grad.clone()
+    scaler.unscale_(optimizer)
+    for module in tables:
+        assert module.weight.grad is not None
+        assert module.weight.grad.to_dense()[1].tolist() == [1.0, 2.0]
+
+
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.10 says so to everyone who profiles
+def test_a_profiler_names_the_step() -> None:
+    model = network()
+    optimizer = SparseAdam(model.parameters())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        train_through(model, optimizer, model)
+    assert any(event.key == "Optimizer.step#SparseAdam.step" for event in profiler.key_averages())

@@ -1,4 +1,4 @@
-"""The surface of a torch optimizer: how it is built, its groups, closures, learning rates and schedulers."""
+"""The surface of a torch optimizer: how it is built, its groups, closures, learning rates, and six kinds of hooks."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
 from rowstep import SparseAdam
 from tests.helpers.gradients import copy_of, rows_of, same_bits, step_with, table
-
-
-def model() -> nn.Module:
-    return nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
 
 
 def test_the_signature_begins_as_torchs_and_goes_on_with_keywords() -> None:
@@ -42,17 +38,6 @@ def test_the_signature_begins_as_torchs_and_goes_on_with_keywords() -> None:
     assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(theirs) :])
 
 
-def test_state_appears_with_the_first_gradient() -> None:
-    param = table(4, 2)
-    optimizer = SparseAdam([param])
-    assert not optimizer.state
-    optimizer.step()
-    assert not optimizer.state
-    step_with(optimizer, param, rows_of(param, [1]))
-    assert optimizer.state[param].keys() == {"step", "exp_avg", "exp_avg_sq"}
-    assert type(optimizer.state[param]["step"]) is int
-
-
 def test_groups_are_dicts_with_options_of_their_own() -> None:
     first, second = table(3, 2), table(3, 2)
     one_by_one: dict[str, Any] = {"params": (param for param in [first])}
@@ -62,25 +47,6 @@ def test_groups_are_dicts_with_options_of_their_own() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
     assert [group["amsgrad"] for group in optimizer.param_groups] == [False, True]
     assert [group["params"] for group in optimizer.param_groups] == [[first], [second]]
-
-
-def test_named_parameters() -> None:
-    optimizer = SparseAdam(model().named_parameters())
-    assert optimizer.param_groups[0]["param_names"] == ["0.weight", "1.weight", "1.bias"]
-    grouped = SparseAdam([{"params": model().named_parameters(), "lr": 0.2}])
-    assert grouped.param_groups[0]["param_names"] == ["0.weight", "1.weight", "1.bias"]
-
-
-def test_added_groups_take_the_defaults_and_start_their_own_count() -> None:
-    first, second = table(4, 2), table(4, 2)
-    optimizer = SparseAdam([first], lr=0.3, weight_decay=0.1)
-    step_with(optimizer, first, rows_of(first, [1]))
-    optimizer.add_param_group({"params": [second], "lr": 0.2})
-    assert optimizer.param_groups[1]["lr"] == 0.2
-    assert optimizer.param_groups[1]["weight_decay"] == 0.1
-    second.grad = rows_of(second, [1])
-    optimizer.step()
-    assert [optimizer.state[param]["step"] for param in (first, second)] == [2, 1]
 
 
 def test_step_returns_what_the_closure_returns(backend: str) -> None:
@@ -104,25 +70,12 @@ def test_step_returns_what_the_closure_returns(backend: str) -> None:
 
 @pytest.mark.usefixtures("backend")
 class TestTensorLearningRate:
-    @pytest.mark.parametrize(("shape", "dense"), [((), True), ((1,), False), ((1, 1), True)], ids=str)
-    def test_any_one_element_shape(self, shape: tuple[int, ...], dense: bool) -> None:
-        one, other = table(4, 2), table(4, 2)
-        other.data.copy_(one.data)
-        lr = torch.full(shape, 0.1, dtype=torch.float64)
-        options: dict[str, Any] = {"weight_decay": 0.5, "decoupled_weight_decay": True}
-        tensor, number = SparseAdam([one], lr=lr, **options), SparseAdam([other], lr=0.1, **options)
-        assert tensor.param_groups[0]["lr"] is lr
-        for _ in range(3):
-            grad = torch.randn(4, 2) if dense else rows_of(one, [1, 3])
-            step_with(tensor, one, grad)
-            step_with(number, other, grad)
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
-
-    @pytest.mark.parametrize("dense", [False, True])
-    def test_edits_in_place_count(self, dense: bool) -> None:
+    @pytest.mark.parametrize(("shape", "dense"), [((), False), ((1,), False), ((), True), ((1, 1), True)], ids=str)
+    def test_edits_in_place_count(self, shape: tuple[int, ...], dense: bool) -> None:
         param = Parameter(torch.zeros(2, 1))
-        lr = torch.tensor(0.1)
+        lr = torch.full(shape, 0.1)
         optimizer = SparseAdam([param], lr=lr)
+        assert optimizer.param_groups[0]["lr"] is lr
         grad = torch.ones(2, 1) if dense else rows_of(param, [0, 1], 1.0)
         step_with(optimizer, param, grad)
         lr.fill_(0.5)
@@ -142,3 +95,86 @@ class TestTensorLearningRate:
             step_with(optimizer, ours, grad)
             step_with(reference, theirs, grad)
             torch.testing.assert_close(ours, theirs, rtol=4 * 2**-23, atol=0)
+
+
+@pytest.fixture
+def optimizer() -> SparseAdam:
+    param = table(4, 2)
+    param.grad = rows_of(param, [1])
+    return SparseAdam([param])
+
+
+def test_step_hooks_run_before_and_after_the_step_until_removed(optimizer: SparseAdam, backend: str) -> None:
+    (param,) = optimizer.param_groups[0]["params"]
+    start = param.detach().clone()
+    seen: list[tuple[str, bool]] = []
+
+    def before(self: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert self is optimizer
+        seen.append(("before", same_bits(param, start)))
+
+    def after(self: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append(("after", same_bits(param, start)))
+
+    handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    optimizer.step()
+    assert seen == [("before", True), ("after", False)]
+    for handle in handles:
+        handle.remove()
+    optimizer.step()
+    assert len(seen) == 2
+
+
+def test_state_dict_hooks_run_in_order_and_may_replace_the_result(optimizer: SparseAdam) -> None:
+    seen: list[str] = []
+
+    def after(self: Optimizer, state_dict: StateDict) -> StateDict:
+        seen.append("after")
+        return {**state_dict, "mine": 1}
+
+    handles = [
+        optimizer.register_state_dict_pre_hook(lambda self: seen.append("before")),
+        optimizer.register_state_dict_pre_hook(lambda self: seen.append("before, first"), prepend=True),
+        optimizer.register_state_dict_post_hook(after),
+        optimizer.register_state_dict_post_hook(lambda self, saved: seen.append("after, first"), prepend=True),
+    ]
+    assert optimizer.state_dict()["mine"] == 1
+    assert seen == ["before, first", "before", "after, first", "after"]
+    for handle in handles:
+        handle.remove()
+    assert "mine" not in optimizer.state_dict()
+    assert len(seen) == 4
+
+
+def test_a_load_pre_hook_may_replace_what_is_loaded(optimizer: SparseAdam) -> None:
+    def replace(self: Optimizer, given: StateDict) -> StateDict:
+        groups = [{**group, "lr": 0.75} for group in given["param_groups"]]
+        return {**given, "param_groups": groups}
+
+    optimizer.register_load_state_dict_pre_hook(replace)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.75
+
+
+def test_load_hooks_run_in_order_until_removed_and_see_a_complete_state(backend: str) -> None:
+    param = table(4, 2, dtype=torch.bfloat16)
+    optimizer = SparseAdam([param], bias_correction="row")
+    step_with(optimizer, param, rows_of(param, [1]))
+    saved = optimizer.state_dict()
+    del saved["param_groups"][0]["weight_decay"]
+    seen: list[Any] = []
+
+    def look(self: Optimizer) -> None:
+        seen.append((self.state[param]["row_step"].dtype, self.param_groups[0]["weight_decay"]))
+
+    handles = [
+        optimizer.register_load_state_dict_pre_hook(lambda self, given: seen.append("before")),
+        optimizer.register_load_state_dict_pre_hook(lambda self, given: seen.append("before, first"), prepend=True),
+        optimizer.register_load_state_dict_post_hook(look),
+        optimizer.register_load_state_dict_post_hook(lambda self: seen.append("after, first"), prepend=True),
+    ]
+    for _ in range(2):
+        optimizer.load_state_dict(saved)
+        for handle in handles:
+            handle.remove()
+    assert seen == ["before, first", "before", "after, first", (torch.int64, 0.0)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import faulthandler
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +16,6 @@ from torch import Tensor, nn
 
 from rowstep import DeferredAdam, DeferredAdamW, SparseAdam
 from rowstep._backends import numba as compiled
-from tests.helpers.concurrency import together
 from tests.helpers.deferred_cases import BAR, LONG, RATE, Twins, distance, embedding, with_dense_gradients
 from tests.helpers.gradients import copy_of, rows_of, same_bits, table
 
@@ -29,6 +30,39 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if threads:
         torch.set_num_threads(2)
         monkeypatch.setattr(compiled, "PARALLEL_FROM_BYTES", 0)
+
+
+# No test waits this long unless threads wait for each other.
+LONGEST_WAIT = 120.0
+
+
+def together(*actions: Callable[[], object]) -> None:
+    """Run each of these in a thread of its own, all from the same moment on, with as many switches as Python can."""
+    start = threading.Barrier(len(actions))
+    errors: list[BaseException] = []
+
+    def run(action: Callable[[], object]) -> None:
+        try:
+            start.wait(LONGEST_WAIT)
+            action()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(action,), daemon=True) for action in actions]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LONGEST_WAIT)
+    finally:
+        sys.setswitchinterval(interval)
+    if any(thread.is_alive() for thread in threads):
+        faulthandler.dump_traceback()
+        raise TimeoutError("threads wait for each other")
+    if errors:
+        raise errors[0]
 
 
 def look_up(module: nn.Module, ids: Tensor) -> Tensor:
@@ -63,7 +97,7 @@ def test_threads_that_look_up_a_table_with_a_largest_norm() -> None:
 
     def read(seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        for _ in range(100 * ROUNDS):
+        for _ in range(30 * ROUNDS):
             look_up(table, torch.randint(200, (5,), generator=generator))
 
     def train() -> None:

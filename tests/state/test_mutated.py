@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
@@ -16,11 +18,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rowstep import DeferredAdam, DeferredAdamW, SparseAdam
+from rowstep._memory import has_memory
 from tests.helpers.deferred_cases import LONG
 from tests.helpers.gradients import bits, rows_of, table
-from tests.helpers.state_mutations import StateDict, can_be_read, changed, changed_state
 
-COUNT = 10_000 if LONG else 100
+COUNT = 10_000 if LONG else 50
 
 ROWS = {0: [1, 4, 1], 2: [0, 2]}
 """For each table, the rows of its gradient. Parameter 1 has a dense one."""
@@ -30,6 +32,195 @@ TORCHS = ("loaded state dict", "Boolean value of Tensor", "Cannot copy out of me
 OURS = ("expected", "be deferred", "deferred steps need", "1-element")
 
 Kind = type[SparseAdam | DeferredAdam]
+
+
+StateDict = dict[str, Any]
+
+
+def can_be_read(value: object) -> bool:
+    """Whether this is a tensor with numbers in it."""
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta and has_memory(value)
+
+
+STRANGE: tuple[Any, ...] = (
+    None, True, False, "adam", "", b"1", 0, 1, 2.5, -1, -0.0, math.nan, math.inf, -math.inf, 1e300, 10**400, 1j,
+    [], [0.5], (0.9, 0.99), {}, {"a": 1}, torch.tensor([]), torch.tensor(math.nan), torch.tensor(True),
+    torch.tensor([0.5, 0.9]), torch.tensor(1j), torch.empty((), device="meta"), torch.ones(2, 2).to_sparse(),
+)  # fmt: skip
+
+COUNTS: tuple[Any, ...] = (
+    0, 1, 7, 7.0, -1, -1.0, 2.5, math.nan, math.inf, None, True, "3", 2**24, 2**31 - 1, 2**53 - 1, 2**53, 2**60,
+    10**400, torch.tensor(3), torch.tensor(3.0), torch.tensor([3.0]), torch.tensor(-1.0), torch.tensor(math.nan),
+    torch.tensor(math.inf), torch.tensor(3, dtype=torch.uint8), torch.tensor(True), torch.tensor(2.5),
+    torch.tensor(3.0, dtype=torch.float16), torch.tensor(2.0**24), torch.tensor(2**60), torch.tensor([1.0, 2.0]),
+    torch.tensor([]), torch.tensor(3 + 0j), torch.empty((), device="meta"), torch.tensor(3.0).to_sparse(),
+)  # fmt: skip
+
+LIKELY: dict[str, tuple[Any, ...]] = {
+    "lr": (0.0, 0.5, 1, torch.tensor(0.01), torch.tensor([0.01]), -1.0, torch.tensor([0.1, 0.2])),
+    "betas": ((0.8, 0.9), [0.8, 0.9], (0.0, 0.0), (0.9, 1.0), (1, 0), (0.9,), "00", {0.8: 0, 0.9: 0}, (None, 0.9)),
+    "eps": (1e-3, 1, 0.0, -1e-8),
+    "weight_decay": (0.0, 0.1, 1, -0.1, torch.tensor(0.1)),
+    "decoupled_weight_decay": (True, False, 1),
+    "params": ([0], [0, 0], [0, 1], [1, 0], [2], [9, 8], [], None, 3, "01", [[0], [1]], [None, None], [0.5, math.nan]),
+}
+
+
+def cut(tensor: Tensor, random: Random) -> Tensor:
+    return tensor[: random.randrange(max(1, len(tensor)))] if tensor.dim() else tensor.reshape(1)[:0]
+
+
+def reshaped(tensor: Tensor, random: Random) -> Tensor:
+    return random.choice((tensor.reshape(-1), tensor.unsqueeze(0), tensor.repeat(2, *[1] * max(0, tensor.dim() - 1))))
+
+
+def of_another_dtype(tensor: Tensor, random: Random) -> Tensor:
+    floats = torch.float64, torch.float16, torch.bfloat16
+    return tensor.to(random.choice((*floats, torch.int32, torch.uint8, torch.bool, torch.complex64, torch.float32)))
+
+
+def of_float8(tensor: Tensor, random: Random) -> Tensor:
+    return tensor.to(torch.float32).to(torch.float8_e4m3fn)
+
+
+def transposed(tensor: Tensor, random: Random) -> Tensor:
+    """The same numbers at other strides: nothing is wrong with that."""
+    return tensor.t().contiguous().t() if tensor.dim() == 2 else tensor
+
+
+def expanded(tensor: Tensor, random: Random) -> Tensor:
+    return tensor[:1].expand(tensor.shape) if tensor.dim() else tensor
+
+
+def overlapping(tensor: Tensor, random: Random) -> Tensor:
+    return torch.ones(1 + sum(tensor.shape)).to(tensor.dtype).as_strided(tensor.shape, [1] * tensor.dim())
+
+
+def sparse(tensor: Tensor, random: Random) -> Tensor:
+    return tensor.to_sparse()
+
+
+def on_meta(tensor: Tensor, random: Random) -> Tensor:
+    return tensor.to("meta")
+
+
+def with_a_strange_number(tensor: Tensor, random: Random) -> Tensor:
+    tensor = tensor.clone()
+    if tensor.numel():
+        tensor.view(-1)[random.randrange(tensor.numel())] = random.choice((-1, 0, 1, 100))
+    return tensor
+
+
+def with_a_number_that_is_none(tensor: Tensor, random: Random) -> Tensor:
+    tensor = tensor.to(torch.float32, copy=True)
+    if tensor.numel():
+        tensor.view(-1)[random.randrange(tensor.numel())] = random.choice((math.nan, math.inf, -math.inf))
+    return tensor
+
+
+def with_freed_memory(tensor: Tensor, random: Random) -> Tensor:
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+_KEYS = "exp_avg", "max_exp_avg_sq", "row_step"
+
+TENSORS: tuple[Callable[[Tensor, Random], Any], ...] = (
+    cut, reshaped, of_another_dtype, of_another_dtype, of_float8, transposed, expanded, overlapping, sparse, on_meta,
+    with_a_strange_number, with_a_number_that_is_none, with_freed_memory,
+    lambda tensor, random: tensor.tolist(), lambda tensor, random: tensor.numpy(),
+)  # fmt: skip
+
+
+def changed_state(
+    state: dict[Any, Any], others: list[dict[Any, Any]], params: Sequence[Tensor], random: Random
+) -> None:
+    """Change one thing of one parameter's state."""
+    key = random.choice([*state, "step", "row_step"])
+    value = state.get(key)
+    match random.randrange(8):
+        case 0:
+            state.pop(key, None)
+        case 1:
+            state[random.choice((*_KEYS, "rowstep_row_order", "moment", 3, None))] = random.choice(STRANGE)
+        case 2:
+            other = random.choice(others)
+            found = other[random.choice(list(other))] if other else None
+            state[key] = found.clone() if isinstance(found, Tensor) and not found.dim() else found
+        case 3:
+            state[random.choice(("exp_avg", "exp_avg_sq"))] = random.choice(params).detach()
+        case 4:
+            state["step"] = random.choice(COUNTS)
+        case _:
+            if isinstance(value, Tensor) and value.dim() and can_be_read(value):
+                state[key] = random.choice(TENSORS)(value, random)
+            else:
+                state[key] = random.choice(STRANGE)
+
+
+def changed_group(group: dict[Any, Any], random: Random) -> None:
+    """Change one thing of one group."""
+    key = random.choice(list(group))
+    match random.randrange(6):
+        case 0:
+            del group[key]
+        case 1:
+            unknown = random.choice(("foreach", "fused", "capturable", "momentum", "param_names", 3))
+            group[unknown] = random.choice(STRANGE)
+        case 2:
+            key = random.choice(list(LIKELY))
+            group[key] = random.choice(LIKELY[key])
+        case 3:
+            key = random.choice(list(LIKELY))
+            group[key] = random.choice(STRANGE)
+        case _:
+            group[key] = random.choice(STRANGE)
+
+
+def changed_structure(saved: StateDict, random: Random) -> None:
+    """Change how the state dict is built."""
+    states, groups = saved["state"], saved["param_groups"]
+    number = random.choice(list(states))
+    match random.randrange(9):
+        case 0:
+            del states[number]
+        case 1:
+            states[number] = random.choice(STRANGE)
+        case 2:
+            states[random.choice((7, "0", "1", None, -1, 0.5, (0,)))] = states.pop(number)
+        case 3:
+            numbers = list(states)
+            random.shuffle(numbers)
+            saved["state"] = dict(zip(numbers, states.values(), strict=True))
+        case 4:
+            groups.pop(random.randrange(len(groups)))
+        case 5:
+            groups.append(dict(random.choice(groups)))
+        case 6:
+            groups.reverse()
+        case 7:
+            groups[random.randrange(len(groups))] = random.choice(STRANGE)
+        case 8:
+            key = random.choice(list(saved))
+            saved[key] = random.choice(STRANGE)
+
+
+def changed(saved: StateDict, params: Sequence[Tensor], random: Random) -> None:
+    """Change something of a state dict, most often one thing."""
+    for _ in range(random.choice((1, 1, 1, 2))):
+        states, groups = saved.get("state"), saved.get("param_groups")
+        if not isinstance(states, dict) or not isinstance(groups, list) or not states or not groups:
+            return
+        owned = [state for state in states.values() if isinstance(state, dict)]
+        listed = [group for group in groups if isinstance(group, dict) and group]
+        match random.randrange(6):
+            case 0:
+                changed_structure(saved, random)
+            case 1 | 2 if listed:
+                changed_group(random.choice(listed), random)
+            case _ if owned:
+                changed_state(random.choice(owned), owned, params, random)
 
 
 class Run:

@@ -16,10 +16,7 @@ STRUCTURES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no state": (lambda saved: saved.pop("state"), "has no 'state'; expected 'state' and 'param_groups'"),
     "no groups": (lambda saved: saved.pop("param_groups"), "has no 'param_groups'; expected 'state' and"),
     "a list of states": (lambda saved: saved.update(state=[]), "'state' is a list; expected a dict"),
-    "a state that is a list": (
-        lambda saved: saved["state"].update({0: []}),
-        "expected a dict with one dict per parameter",
-    ),
+    "a state that is a list": (lambda saved: saved["state"].update({0: []}), "expected a dict with one dict per"),
     "a group that is None": (lambda saved: saved.update(param_groups=[None]), "expected a list of dicts"),
     "groups in a dict": (lambda saved: saved.update(param_groups={}), "'param_groups' is a dict; expected a list"),
     "no params": (lambda saved: saved["param_groups"][0].pop("params"), "has params None; expected a list of"),
@@ -27,14 +24,8 @@ STRUCTURES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda saved: saved["param_groups"][0].update(params=[[0], [1], [2]]),
         r"has params \[\[0\], \[1\], \[2\]\]; expected a list of parameter numbers",
     ),
-    "one number for two": (
-        lambda saved: saved["param_groups"][0].update(params=[0, 1, 0]),
-        "list parameter 0 twice; expected a different number for each",
-    ),
-    "too few names": (
-        lambda saved: saved["param_groups"][0].update(param_names=["a"]),
-        "expected one name per parameter",
-    ),
+    "a twin": (lambda saved: saved["param_groups"][0].update(params=[0, 1, 0]), "list parameter 0 twice; expected"),
+    "a name": (lambda saved: saved["param_groups"][0].update(param_names=["a"]), "expected one name per parameter"),
     "fewer params": (lambda saved: saved["param_groups"][0].update(params=[0], param_names=["a"]), "match the size"),
     "another group": (lambda saved: saved["param_groups"].append(saved["param_groups"][0]), "different number of"),
     "no group": (lambda saved: saved["param_groups"].clear(), "different number of"),
