@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
-import torch
 
 from rowstep import SparseAdam
-from tests.helpers.deferred_cases import RATE, Twins, embedding
 from tests.helpers.gradients import Snapshot
 from tests.helpers.whole_steps import Run, assert_on_its_way, trajectories
 
@@ -57,24 +54,3 @@ def test_a_closure_that_raises(run: Run) -> None:
         run.optimizer.step(refuse)
     before.assert_unchanged()
     run.step()
-
-
-@pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize(
-    ("hook", "act"),
-    [
-        ("forward", lambda model: model(torch.tensor([1, 2]))),
-        ("state_dict_pre", lambda model: model.state_dict()),
-        ("load_state_dict_post", lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()))),
-    ],
-)
-def test_hooks_of_a_module_that_raise(hook: str, act: Callable[[Any], object]) -> None:
-    twins = Twins(embedding(10), lr=RATE, weight_decay=0.1)
-    twins.run(5, rows=10)
-    twins.each(lambda model, optimizer: optimizer.zero_grad())
-    handle = getattr(twins.model, f"register_{hook}_hook")(refuse)
-    with pytest.raises(RefusedError):
-        act(twins.model)
-    handle.remove()
-    twins.run(5, rows=10)
-    twins.assert_same()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim.optimizer import StateDict
+from torch.optim.optimizer import StateDict, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rowstep import SparseAdam
 from tests.helpers.gradients import copy_of, rows_of, same_bits, step_with, table
@@ -123,6 +123,20 @@ def test_step_hooks_run_before_and_after_the_step_until_removed(optimizer: Spars
         handle.remove()
     optimizer.step()
     assert len(seen) == 2
+
+
+def test_global_hooks_run_too_and_a_pre_hook_may_replace_the_arguments(optimizer: SparseAdam) -> None:
+    seen: list[str] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: seen.append("before")),
+        register_optimizer_step_post_hook(lambda *_: seen.append("after")),
+    ]
+    optimizer.step()
+    for handle in handles:
+        handle.remove()
+    assert seen == ["before", "after"]
+    optimizer.register_step_pre_hook(lambda self, args, kwargs: ((self,), {"closure": lambda: 42.0}))
+    assert optimizer.step(lambda: 1.0) == 42.0
 
 
 def test_state_dict_hooks_run_in_order_and_may_replace_the_result(optimizer: SparseAdam) -> None:
