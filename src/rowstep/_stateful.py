@@ -166,7 +166,9 @@ class StatefulOptimizer(Optimizer):
             for group in self.param_groups:
                 for param in group["params"]:
                     if param.requires_grad:
-                        spec, state = StateSpec.under(group, in_a_table=_part.is_part(param)), self.state[param]
+                        state, of_tables = self.state[param], StateSpec.under(group)
+                        is_table = _part.is_part(param) or of_tables.is_a_tables(state, param)
+                        spec = of_tables if is_table else StateSpec.under(group, in_a_table=False)
                         # A Tensor whatever the gradients will be: torch's checkpoints read either kind into a Tensor,
                         # but only an int into an int.
                         state.setdefault("step", torch.zeros((), dtype=torch.float32))

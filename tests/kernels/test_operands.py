@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -150,3 +151,25 @@ def test_a_replaced_table_can_be_put_back_or_begin_anew() -> None:
     optimizer.step()
     assert int(optimizer.state[module.weight]["step"]) == 1
     assert optimizer.state_dict()["state"][0]["exp_avg"].shape == (20, 4)
+
+
+def test_a_table_that_is_moved_while_rows_wait_and_put_back() -> None:
+    """By something that the optimizer does not hear of: rows catch up where they lie, and steps are counted on."""
+    module, optimizer = deferred()
+    twin: Any = copy.deepcopy(module)
+    twin.sparse = False
+    dense = torch.optim.Adam(twin.parameters(), lr=0.1)
+    dense.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for number in range(4):
+        for model, each in ((module, optimizer), (twin, dense)):
+            each.zero_grad()
+            model(torch.tensor([number])).square().sum().backward()
+            each.step()
+        if number == 1:
+            with torch._C.DisableTorchFunctionSubclass():
+                old, module.weight.data = module.weight.data, module.weight.data.clone()
+            module(torch.tensor([7]))
+            with torch._C.DisableTorchFunctionSubclass():
+                module.weight.data = old.copy_(module.weight.data)
+    assert int(optimizer.state_dict()["state"][0]["step"]) == int(dense.state[twin.weight]["step"])
+    torch.testing.assert_close(module.weight, twin.weight, rtol=1e-13, atol=1e-13)

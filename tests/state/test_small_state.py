@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rowstep import DeferredAdam, DeferredAdamW, SparseAdam
 from tests.helpers.by_hand import AdamByHand
 from tests.helpers.deferred_cases import LONG
-from tests.helpers.gradients import rows_of
+from tests.helpers.gradients import Snapshot, rows_of
 
 ROWS, COLUMNS, STEPS = 40, 6, 80
 
@@ -236,3 +236,14 @@ def test_a_state_per_element_is_reduced_to_rows_when_the_option_changes(kind: An
     optimizer.state.clear()  # a way out
     run(optimizer, param, steps[1:2])
     assert sorted(optimizer.state[param]) == ["exp_avg", "exp_avg_sq", "step"]
+
+
+@pytest.mark.parametrize("options", [{"second_moment": "row"}, {"state_dtype": torch.bfloat16}, {}], ids=str)
+def test_state_that_is_there_is_not_allocated_again(options: dict[str, Any]) -> None:
+    """As it would be for plain tables beside sharded ones, after each load."""
+    param = table()
+    optimizer = SparseAdam([param], **options)
+    run(optimizer, param, gradients(3))
+    before = Snapshot(optimizer)
+    optimizer.allocate_state()
+    before.assert_unchanged()

@@ -151,7 +151,9 @@ class Deferral:
         state = {"step": self.step, **table.slots}  # with which rows wait, even if the optimizer's has been edited
         if reason := misfit(state, table.param):
             raise ValueError(reason)
-        self._attach_to(Table(table.param, state, table.spec, kernels()))
+        moved = Table(table.param, state, table.spec, kernels())
+        moved.state = table.state  # where steps are counted
+        self._attach_to(moved)
 
     def flush(self, implementation: Any = None) -> None:
         """Bring every row up to date."""
