@@ -14,8 +14,8 @@ from ._rules import adam
 from ._rules.rounding import step_key
 from ._state import StateSpec
 
-# As ``_kernels/rows`` has them at the end of a job: the key of random rounding, and scalars.
-_WORDS = struct.Struct("=q6d")
+# As ``_kernels/job`` has them at the end of a job: the key of random rounding, and scalars.
+_WORDS = struct.Struct("=q7d")
 
 
 class Step:
@@ -32,7 +32,8 @@ class Step:
             rule.lr, rule.betas, rule.eps, count, rule.weight_decay, rule.is_decoupled, rule.is_per_row, as_dense
         )
         self.key = step_key(rule.seed, count) if rule.rounds else 0
-        self.words = _WORDS.pack(self.key, beta1, beta2, eps, step_size, shrink or 0.0, decay or 0.0)
+        shrink, sign = 1.0 if shrink is None else shrink, -1.0 if rule.maximize else 1.0
+        self.words = _WORDS.pack(self.key, beta1, beta2, eps, step_size, shrink, decay or 0.0, sign)
 
 
 class Rule:

@@ -23,7 +23,7 @@ from ._gradient import RowGradient
 from ._rule import Step
 from ._state import FLOATS, State, StateSpec
 
-# As ``_kernels/rows`` has them in the middle of a job.
+# As ``_kernels/job`` has them in the middle of a job.
 _WORDS = struct.Struct("=9q")
 
 # Numba has no 16-bit floats. Those of bfloat16 are the upper half of a float32; float16 is left to the reference.

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from .._gradient import RowGradient
 from .._kernels import catch_up as catching_up
+from .._kernels.ids import first_flawed
+from .._kernels.job import JOB_WORDS
 from .._kernels.pool import OverThreads
-from .._kernels.rows import JOB_WORDS, Kind, first_flawed, over_rows
+from .._kernels.rows import Kind, over_rows
 from .._kernels.window import advance
 from .._kernels.workspace import PARALLEL_FROM_BYTES, launch, reserve, workspace
 from .._schedule import COLUMNS, Path, Window
@@ -32,7 +34,7 @@ _TYPES = {torch.bfloat16: types.uint16, torch.float32: types.float32, torch.floa
 
 _NO_TYPE = types.float32  # of what a kernel does not touch
 
-_WORDS = struct.Struct("=6q")  # of a gradient, as ``_kernels/rows`` has them
+_WORDS = struct.Struct("=6q")  # of a gradient, as ``_kernels/job`` has them
 _TABLE = struct.Struct(f"=3q{8 * (JOB_WORDS - 9)}x")  # a table of which nothing is kept
 _INT64 = np.dtype(np.int64)
 _NO_JOBS = np.empty(0, _INT64)
@@ -72,8 +74,6 @@ def kernel_for(job: Job) -> OverThreads:
         "amsgrad": spec.amsgrad,
         "counted": rule.is_per_row,
         "noted": table.pending is not None,
-        "maximize": rule.maximize,
-        "shrink": step.scalars.shrink is not None,
         "decay": step.scalars.decay is not None,
         "as_dense": step.as_dense,
         "skip_nonfinite": rule.skips_nonfinite,

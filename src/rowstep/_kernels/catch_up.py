@@ -40,12 +40,12 @@ from .._schedule import (
 )
 from .cache import kernel
 from .floats import narrow, store, widen
+from .job import COLUMNS as COLUMN_COUNT
+from .job import M_AT, NOTES_AT, P_AT, U_AT, V_AT
+from .job import ROW_COUNT as TABLE  # the first of a table's words
 from .pointers import address_of, pointer, prefetch
 from .pool import OverThreads
 from .rounding import first_bits, second_bits, state_key, weights_key
-from .rows import COLUMNS as COLUMN_COUNT
-from .rows import M_AT, NOTES_AT, P_AT, U_AT, V_AT
-from .rows import ROW_COUNT as TABLE  # the first of a table's words
 
 _ROWS_AHEAD = 8
 _NOTES_AHEAD = 32
@@ -239,9 +239,7 @@ def catching_up(kind: Kind) -> OverThreads:
         return 1
 
     catch_up_part.__name__ = catch_up_part.__qualname__ = kind.name
-    made = OverThreads(kernel(catch_up_part))
-    made.number = str(N)
-    return made
+    return OverThreads(kernel(catch_up_part), str(N))
 
 
 @kernel

@@ -16,26 +16,24 @@ from .rows import maximum, rule
 
 
 @functools.cache
-def over_elements(p_type: Any, g_type: Any, shrink: Any, decay: Any) -> OverThreads:
-    """The kernel for arrays of these types; ``shrink`` and ``decay`` are None where the rule has no such term."""
-    has_shrink, has_decay = shrink is not None, decay is not None
+def over_elements(p_type: Any, g_type: Any, decay: Any) -> OverThreads:
+    """The kernel for arrays of these types; ``decay`` is None where the rule has no such term."""
+    has_decay = decay is not None
 
     def over_elements_part(part, parts, p_at, m_at, v_at, g_at, count, scalars_at):
         p, m, v = pointer(p_at, p_type), pointer(m_at, p_type), pointer(v_at, p_type)
         g, scalars = pointer(g_at, g_type), pointer(scalars_at, types.float64)
-        shrink_by = scalars[4] if has_shrink else None
         decay_by = scalars[5] if has_decay else None
         number = types.float64
         for i in range(count * part // parts, count * (part + 1) // parts):
             p_i, m_i, v_i, _ = rule(
                 widen(p[i], number), widen(m[i], number), widen(v[i], number), None, widen(g[i], number),
                 1 - scalars[0], scalars[1], 1 - scalars[1], scalars[2], scalars[3],
-                None, shrink_by, decay_by, True, math.sqrt, maximum,
+                None, scalars[4], decay_by, True, math.sqrt, maximum,
             )  # fmt: skip
             p[i], m[i], v[i] = p_type(p_i), p_type(m_i), p_type(v_i)
 
-    options = [name for name, on in (("shrink", shrink), ("decay", decay)) if on is not None]
     over_elements_part.__name__ = over_elements_part.__qualname__ = "-".join(
-        ["elements", str(p_type), str(g_type), *options]
+        ["elements", str(p_type), str(g_type), *(["decay"] if has_decay else [])]
     )
     return OverThreads(kernel(over_elements_part))

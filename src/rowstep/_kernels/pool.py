@@ -33,10 +33,9 @@ class OverThreads:
     The result has the same bits for any number of threads.
     """
 
-    def __init__(self, part_kernel: Any) -> None:
-        self.part_kernel = part_kernel
-        self.number = ""
-        """The type that it computes with, where callers have to make room to compute in."""
+    def __init__(self, part_kernel: Any, number: str = "") -> None:
+        self.part_kernel, self.number = part_kernel, number
+        """``number``: the type that it computes with, where callers have to make room to compute in."""
 
         def on_pool(pool, threads, parts, *arguments):
             call_for_parts(pool, threads, parts, part_kernel, arguments)

@@ -7,8 +7,7 @@ from numba import njit, types
 
 from . import INNER
 from .cache import kernel
-from .pointers import address_of, pointer, room
-from .rows import (
+from .job import (
     COLUMNS,
     COUNT,
     HIGH,
@@ -22,6 +21,7 @@ from .rows import (
     ROW_COUNT,
     ROWS_AT,
 )
+from .pointers import address_of, pointer, room
 
 # Fine enough to balance a few dozen threads; a row is never cut.
 _SHARE_BITS = 10

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from . import rows, share
+from . import share
+from .job import JOB_WORDS
 from .pool import OverThreads
 
 # Below this many bytes of gradient, waking threads costs more than they save.
@@ -83,7 +84,7 @@ def reserve(kernel: OverThreads, jobs: Any, threads: int, most_ids: int, columns
     """Room for a launch over these jobs, of which none has more ids or columns than this."""
     pieces, size = _ALONE, most_ids + 1
     if threads > 1:
-        pieces = np.empty(share.room_for_pieces(jobs.size // rows.JOB_WORDS, threads), np.int64)
+        pieces = np.empty(share.room_for_pieces(jobs.size // JOB_WORDS, threads), np.int64)
         size = share.share(jobs, threads, pieces)
     return np.zeros(threads), pieces, workspace.keys(size), workspace.totals(threads, columns, kernel.number)
 
@@ -91,8 +92,9 @@ def reserve(kernel: OverThreads, jobs: Any, threads: int, most_ids: int, columns
 def launch(kernel: OverThreads, jobs: Any, room: Room, power: float = 0.0) -> Any:
     """Run a kernel over the jobs, on a thread for each of the results, and return those."""
     results, pieces, keys, totals = room
+    arguments = results, jobs, pieces, keys.at, keys.spare_at, totals, power
     if results.size == 1:
-        kernel.part_kernel(0, results, jobs, pieces, keys.at, keys.spare_at, totals, power)
+        kernel.part_kernel(0, *arguments)
     else:
-        kernel(results.size, results, jobs, pieces, keys.at, keys.spare_at, totals, power)
+        kernel(results.size, *arguments)
     return results

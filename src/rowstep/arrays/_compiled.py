@@ -10,8 +10,9 @@ from numba import types
 from numpy.typing import NDArray
 
 from .._kernels.dense import over_elements
+from .._kernels.job import BETA1, JOB_WORDS
 from .._kernels.pool import numba_threads
-from .._kernels.rows import BETA1, JOB_WORDS, Kind, over_rows
+from .._kernels.rows import Kind, over_rows
 from .._kernels.workspace import PARALLEL_FROM_BYTES, launch, reserve
 from .._rules.adam import Scalars
 from . import _reference
@@ -33,7 +34,7 @@ def step(p: FloatArray, m: FloatArray, v: FloatArray, g: FloatArray, scalars: Sc
         flags=["external_loop", "buffered", "grow_inner", "zerosize_ok"],
         op_flags=[_WRITE, _WRITE, _WRITE, _READ],
     )
-    kernel = over_elements(_TYPES[p.dtype.char], _TYPES[g.dtype.char], *_terms(scalars))
+    kernel = over_elements(_TYPES[p.dtype.char], _TYPES[g.dtype.char], _has_decay(scalars))
     numbers = np.array(_numbers(scalars))
     with blocks:
         for block in blocks:
@@ -58,21 +59,22 @@ def step_rows(
     )  # fmt: skip
     job[BETA1:].view(np.float64)[:] = _numbers(scalars)
     job.flags.writeable = False  # so that kernels of the torch optimizers serve here too
-    stored, (shrink, decay) = _TYPES[p.dtype.char], _terms(scalars)
+    stored = _TYPES[p.dtype.char]
     kind = Kind(
-        stored, stored, stored, _TYPES[g.dtype.char], types.float64, shrink=shrink, decay=decay, as_dense=True
+        stored, stored, stored, _TYPES[g.dtype.char], types.float64, decay=_has_decay(scalars), as_dense=True
     )  # fmt: skip
     kernel = over_rows(kind)
     launch(kernel, job, reserve(kernel, job, _threads_for(g), len(rows), columns))
 
 
 def _numbers(scalars: Scalars) -> tuple[float, ...]:
-    return tuple(number or 0.0 for number in scalars)
+    *others, shrink, decay = scalars
+    return *others, 1.0 if shrink is None else shrink, decay or 0.0, 1.0
 
 
-def _terms(scalars: Scalars) -> tuple[bool | None, bool | None]:
-    """Which kinds of weight decay there are, as kernels are told."""
-    return None if scalars.shrink is None else True, None if scalars.decay is None else True
+def _has_decay(scalars: Scalars) -> bool | None:
+    """Whether there is coupled weight decay, as kernels are told."""
+    return None if scalars.decay is None else True
 
 
 def _threads_for(grad: FloatArray) -> int:
