@@ -25,12 +25,15 @@ def add(job: Job, launches: Launches) -> None:
         launches[job] = reference.Launch(job)
         return
     step = job.step
-    key = table.dtypes, table.spec, gradient.values.dtype, step.as_dense, table.pending is None
+    key = table.dtypes, table.spec, gradient.values.dtype, step.as_dense
     kernel = step.rule.kernels.get(key)
     if kernel is None:
         kernel = step.rule.kernels[key] = kernels.kernel_for(job)
     launch = launches.get(kernel)
+    if launch is not None and table.memory in launch.memory:  # two threads may not step them at the same time
+        kernel, launch = job, None
     if launch is None:
-        launch = launches[kernel] = kernels.Launch(kernel)
+        launch = launches[kernel] = kernels.Launch(step.rule.kernels[key])
+    launch.memory.add(table.memory)
     launch.jobs.append(job)
     launch.words += (words, table.words, step.words)

@@ -34,7 +34,7 @@ class Table:
     """A parameter, its state, and what kernels are told of both."""
 
     __slots__ = (
-        "_pieces", "dtypes", "kernels", "lead", "param", "pending", "shape", "slots", "spec", "state",
+        "_pieces", "dtypes", "kernels", "lead", "memory", "param", "pending", "shape", "slots", "spec", "state",
         "words",
     )  # fmt: skip
 
@@ -49,6 +49,8 @@ class Table:
         storages = [tensor.untyped_storage() for tensor in tensors]
         self._pieces = [(t, t.data_ptr(), s, s.nbytes()) for t, s in zip(tensors, storages, strict=True)]
         self.kernels = kernels if param.dim() and all(map(_is_for_kernels, tensors)) else None
+        self.memory = param.data_ptr() - param.storage_offset() * param.itemsize
+        """Where the storage of the weights begins, which other parameters may share."""
         self.pending: Any = None
         """The ``Deferral`` that says what rows wait for, under a deferred optimizer."""
         self.words = b""

@@ -115,7 +115,7 @@ def test_one_thread_of_numbas_needs_no_pool(monkeypatch: pytest.MonkeyPatch) -> 
     assert done.stdout.strip() == "no threads", done.stderr
 
 
-def test_a_launch_may_happen_during_a_launch() -> None:
+def test_a_launch_may_happen_during_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal handler that saves a checkpoint, while the same thread compiles."""
     launched: list[str] = []
 
@@ -127,9 +127,11 @@ def test_a_launch_may_happen_during_a_launch() -> None:
         launched.append("outer")
 
     def launch(work: Any) -> None:
-        kernel: Any = object.__new__(pool.OverThreads)
-        kernel._on_pool = work
-        kernel(2)
+        kernel = pool.OverThreads(None)
+        kernel._address = 1
+        kernel(2, work)
+
+    monkeypatch.setattr(pool, "_on_pool", lambda pool, threads, parts, address, work: work())
 
     thread = threading.Thread(target=launch, args=(outer,), daemon=True)
     thread.start()

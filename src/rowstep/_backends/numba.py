@@ -72,8 +72,6 @@ def kernel_for(job: Job) -> OverThreads:
         "momentum": spec.has_momentum,
         "by_row": spec.is_by_row,
         "amsgrad": spec.amsgrad,
-        "counted": rule.is_per_row,
-        "noted": table.pending is not None,
         "decay": step.scalars.decay is not None,
         "as_dense": step.as_dense,
         "skip_nonfinite": rule.skips_nonfinite,
@@ -92,12 +90,13 @@ def _none_if_off(options: dict[str, bool]) -> dict[str, Any]:
 class Launch:
     """The jobs that one kernel makes in one call."""
 
-    __slots__ = ("_kernel", "_room", "_told", "jobs", "words")
+    __slots__ = ("_kernel", "_room", "_told", "jobs", "memory", "words")
 
     def __init__(self, kernel: OverThreads) -> None:
         self._kernel, self._told = kernel, _NO_JOBS
         self.jobs: list[Job] = []
         self.words: list[bytes] = []
+        self.memory: set[int] = set()
 
     def first_flawed(self) -> Job | None:
         """The first job that names a row outside its table, or one that waits."""

@@ -32,6 +32,7 @@ def over_elements(p_type: Any, g_type: Any, decay: Any) -> OverThreads:
                 None, scalars[4], decay_by, True, math.sqrt, maximum,
             )  # fmt: skip
             p[i], m[i], v[i] = p_type(p_i), p_type(m_i), p_type(v_i)
+        return 0
 
     over_elements_part.__name__ = over_elements_part.__qualname__ = "-".join(
         ["elements", str(p_type), str(g_type), *(["decay"] if has_decay else [])]

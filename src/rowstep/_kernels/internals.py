@@ -2,10 +2,10 @@
 
 what                                        for what                        if it changes
 ``make_array``                              the address of an array         kernels do not compile: tests fail at once
-``cgutils``, ``get_compile_result``,        calling a kernel from a task    the same
-``call_internal_no_propagate``              of the thread pool
-``_launch_threads``, the symbol             threads without ``prange``      ``pool_address`` is None, and ``prange``
-``numba_parallel_for``                                                      takes its place (see pool.py)
+``cgutils``, ``get_arg_packer``, how a      calling a kernel from a task    the same
+compiled function takes its arguments       of the thread pool
+``_launch_threads``, the symbol             threads without ``prange``      ``pool_address`` is 0, and one thread does
+``numba_parallel_for``                                                      all of the work
 ``Dispatcher.compile``, called by others    no Ctrl-C while it compiles     Ctrl-C there may crash the process
 ``Dispatcher._cache``, ``CompileResult``'s  kernels on disk                 each process compiles its kernels
 ``_reduce`` and ``_rebuild``, ``magic_tuple``,
@@ -25,6 +25,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
+from numba import typeof
 from numba.core import cgutils
 from numba.misc.appdirs import user_cache_dir as user_cache_dir
 from numba.np.ufunc import parallel
@@ -68,8 +69,8 @@ def llvm_function(builder: Any, shape: Any, name: str) -> Any:
 
 
 @functools.cache
-def pool_address() -> int | None:
-    """Start Numba's threads; tell where the function is that gives them work, or None if it is another than we know."""
+def pool_address() -> int:
+    """Start Numba's threads; tell where the function is that gives them work, or 0 if it is another than we know."""
     torch = sys.modules.get("torch")
     if torch is None:
         parallel._launch_threads()
@@ -78,7 +79,7 @@ def pool_address() -> int | None:
         threads = torch.get_num_threads()
         parallel._launch_threads()
         torch.set_num_threads(threads)
-    return llvm.address_of_symbol("numba_parallel_for") if _is_as_declared() else None
+    return int(llvm.address_of_symbol("numba_parallel_for") or 0) if _is_as_declared() else 0
 
 
 def _is_as_declared() -> bool:
@@ -91,44 +92,46 @@ def _is_as_declared() -> bool:
 
 
 def call_on_pool(
-    context: Any, builder: Any, compiled: Any, pool: Any, threads: Any, parts: Any, arguments: Any
+    context: Any, builder: Any, types: Any, pool: Any, threads: Any, parts: Any, address: Any, arguments: Any
 ) -> None:
-    """Emit a call of a compiled kernel for every part, on as many threads; where ``pool`` is 0, one after the other."""
-    memory = cgutils.alloca_once_value(builder, arguments)
-    task = _task(context, builder.module, compiled, memory.type)
+    """Emit a call of the kernel at an address, which takes these types, for every part, on as many threads."""
+    memory = cgutils.alloca_once_value(builder, cgutils.make_anonymous_struct(builder, [address, arguments]))
+    task = _task(context, builder.module, types, memory.type)
     # The pool adds, for its i-th share, as many steps to each argument. The one argument begins at 0 and steps by 1: as
     # a number, it says at which part a share begins.
     vector = cgutils.alloca_once_value(builder, ir.Constant(BYTES, None))
     steps = cgutils.alloca_once_value(builder, INT64(1))
     dimensions = cgutils.alloca_once_value(builder, parts)
     in_bytes = [builder.bitcast(pointer, BYTES) for pointer in (task, vector, dimensions, steps, memory)]
-    with builder.if_else(builder.icmp_unsigned("==", pool, INT64(0))) as (alone, shared):
-        with alone:
-            builder.call(task, [vector, dimensions, steps, in_bytes[-1]])
-        with shared:
-            builder.call(builder.inttoptr(pool, _POOL.as_pointer()), [*in_bytes, INT64(0), INT64(1), threads])
+    builder.call(builder.inttoptr(pool, _POOL.as_pointer()), [*in_bytes, INT64(0), INT64(1), threads])
 
 
-def _task(context: Any, module: Any, compiled: Any, memory_type: Any) -> Any:
-    """A function for the pool that calls the kernel for a share of the parts."""
-    context.active_code_library.add_linking_library(compiled.library)
+def _task(context: Any, module: Any, types: Any, memory_type: Any) -> Any:
+    """A function for the pool that calls a kernel, which lies in front of its arguments, for a share of the parts."""
     task = ir.Function(module, _TASK, module.get_unique_name("rowstep_task"))
     task.linkage = "internal"
     builder = ir.IRBuilder(task.append_basic_block())
     vector, dimensions, _, data = task.args
     first = builder.ptrtoint(builder.load(vector), INT64)
-    arguments = cgutils.unpack_tuple(builder, builder.load(builder.bitcast(data, memory_type)))
+    address, arguments = cgutils.unpack_tuple(builder, builder.load(builder.bitcast(data, memory_type)))
+    result, error = cgutils.alloca_once(builder, INT64), cgutils.alloca_once(builder, BYTES)
+    packer = context.get_arg_packer(types)
     with cgutils.for_range(builder, builder.load(dimensions)) as share:
         part = builder.add(first, share.index)
-        context.call_internal_no_propagate(builder, compiled.fndesc, compiled.signature, [part, *arguments])
+        flat = packer.as_arguments(builder, [part, *cgutils.unpack_tuple(builder, arguments)])
+        passed = [result, error, *flat]
+        shape = ir.FunctionType(ir.IntType(32), [value.type for value in passed])
+        builder.call(builder.inttoptr(address, shape.as_pointer()), passed)
     builder.ret_void()
     return task
 
 
-def compiled_for(typing_context: Any, kernel: Any, argument_types: tuple[Any, ...]) -> Any:
-    """The result of compiling a kernel, given as the type of its dispatcher, for these types."""
-    call = kernel.get_call_type(typing_context, argument_types, {})
-    return kernel.dispatcher.get_compile_result(call)
+def compiled_address(kernel: Any, arguments: Any) -> int:
+    """Where a kernel begins that was compiled for such arguments."""
+    types = tuple(map(typeof, arguments))
+    kernel.compile(types)
+    compiled = kernel.overloads[types]
+    return int(compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name))
 
 
 # Kernels on disk
