@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from rowstep._kernels.pace import Pace
 from tests.helpers.ranks import Ranks
 
 # Where all test runs of this user keep compiled kernels. Numba reads it once, when it is imported, and only the first
@@ -34,8 +35,9 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture(autouse=True)
-def same_threads_and_one_seed() -> Iterator[None]:
-    """A test that wants other threads says so, and random numbers are the same in any order of tests."""
+def same_threads_and_one_seed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A test that wants other threads says so and gets them, and random numbers are the same in any order of tests."""
+    monkeypatch.setattr(Pace, "threads", lambda self, most: most)
     threads = torch.get_num_threads()
     torch.set_num_threads(THREADS)
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rowstep import DeferredAdamW
-from rowstep._kernels.workspace import PARALLEL_FROM_BYTES
+from rowstep._kernels.pool import PARALLEL_FROM_BYTES
 from tests.helpers.deferred_cases import step_caught_up, zipf
 from tests.helpers.gradients import copy_of, rows_of, same_bits, step_with, table
 

@@ -96,6 +96,8 @@ class GuardedNumpy:
 compiled: Any = import_module("rowstep._backends.numba")
 compiled_arrays: Any = import_module("rowstep.arrays._compiled")
 kept_memory: Any = import_module("rowstep._kernels.workspace")
+pool: Any = import_module("rowstep._kernels.pool")
+pool.Pace.threads = lambda self, most: most
 schedules: Any = import_module("rowstep._schedule")
 zeros: Any = torch.zeros
 
@@ -135,7 +137,7 @@ def places(name: str) -> Iterator[None]:
 
     for edge, threads in itertools.product(("end", "start"), (1, 2)):
         torch.set_num_threads(threads)
-        compiled.PARALLEL_FROM_BYTES = compiled_arrays.PARALLEL_FROM_BYTES = 0 if threads > 1 else math.inf
+        pool.PARALLEL_FROM_BYTES = 0
         print(edge, threads, name, flush=True)
         _guard = Guard(edge)
         kept_memory.workspace = compiled.workspace = compiled_arrays.workspace = kept_memory.Workspace()

@@ -31,7 +31,7 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Kernels with so many threads however little there is to do."""
     count: int = request.param
     monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
-    monkeypatch.setattr(compiled, "PARALLEL_FROM_BYTES", 0)
+    monkeypatch.setattr(pool, "PARALLEL_FROM_BYTES", 0)
     torch.set_num_threads(count)
     return count
 
@@ -163,7 +163,7 @@ def test_threads_share_any_tables_and_move_every_row_once(
     results: list[list[Parameter]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROWSTEP_BACKEND", "numba")
-        patch.setattr(compiled, "PARALLEL_FROM_BYTES", 0)
+        patch.setattr(pool, "PARALLEL_FROM_BYTES", 0)
         for number in (1, threads):
             torch.set_num_threads(number)
             params = [Parameter(start.clone()) for start in starts]
@@ -188,7 +188,7 @@ def test_a_pool_that_is_declared_in_another_way_is_not_called(monkeypatch: pytes
 
 def test_without_a_pool_that_we_know_one_thread_makes_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
-    monkeypatch.setattr(compiled, "PARALLEL_FROM_BYTES", 0)
+    monkeypatch.setattr(pool, "PARALLEL_FROM_BYTES", 0)
     torch.set_num_threads(2)
     results: list[list[Parameter]] = []
     for address in (internals.pool_address(), 0):

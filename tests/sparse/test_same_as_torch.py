@@ -83,7 +83,7 @@ def test_duplicates_are_summed_in_order_of_occurrence() -> None:
     ("dtype", "second_moment"), [(torch.float32, "element"), (torch.bfloat16, "element"), (torch.float32, "row")]
 )
 def test_any_number_of_threads_gives_the_same_bits(dtype: torch.dtype, second_moment: str) -> None:
-    from rowstep._kernels.workspace import PARALLEL_FROM_BYTES
+    from rowstep._kernels.pool import PARALLEL_FROM_BYTES
 
     start = table(3000, 17, dtype=dtype)
     # Zipf-like: a few rows hold most occurrences, so a cut between two threads falls inside a row's duplicates.

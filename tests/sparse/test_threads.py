@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rowstep import DeferredAdam, DeferredAdamW, SparseAdam
-from rowstep._backends import numba as compiled
+from rowstep._kernels import pool
 from tests.helpers.deferred_cases import BAR, LONG, RATE, Twins, distance, embedding, with_dense_gradients
 from tests.helpers.gradients import copy_of, rows_of, same_bits, table
 
@@ -29,7 +29,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("ROWSTEP_BACKEND", name)
     if threads:
         torch.set_num_threads(2)
-        monkeypatch.setattr(compiled, "PARALLEL_FROM_BYTES", 0)
+        monkeypatch.setattr(pool, "PARALLEL_FROM_BYTES", 0)
 
 
 # No test waits this long unless threads wait for each other.

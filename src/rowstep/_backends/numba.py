@@ -23,7 +23,7 @@ from .._kernels.job import JOB_WORDS
 from .._kernels.pool import OverThreads
 from .._kernels.rows import Kind, over_rows
 from .._kernels.window import advance
-from .._kernels.workspace import PARALLEL_FROM_BYTES, launch, reserve, workspace
+from .._kernels.workspace import launch, reserve, workspace
 from .._schedule import COLUMNS, Path, Window
 from .._state import compute_dtype
 from .._table import Job
@@ -113,8 +113,7 @@ class Launch:
             most_ids, columns = max(most_ids, gradient.count), max(columns, gradient.columns)
         if self._told.size < len(self.jobs) * JOB_WORDS:  # new tables, which were checked by themselves
             self._told = _told(self.words)
-        threads = 1 if size < PARALLEL_FROM_BYTES else torch.get_num_threads()
-        self._room = reserve(self._kernel, self._told, threads, most_ids, columns)
+        self._room = reserve(self._kernel, self._told, size, torch.get_num_threads(), most_ids, columns)
 
     def run(self) -> int:
         """Step the rows; return how many were skipped."""
@@ -145,22 +144,23 @@ def _alone(gradient: RowGradient) -> Any:
 
 def has_nonfinite(gradient: RowGradient) -> bool:
     """Whether the summed gradient of some row is not finite."""
-    return bool(_over_gradient(gradient, "nonfinite", threads=1).any())
+    return bool(_over_gradient(gradient, "nonfinite", most_threads=1).any())
 
 
 def norm(gradient: RowGradient, power: float) -> float:
     """The ``power``-norm of the summed gradient, as if it were dense."""
-    sums = _over_gradient(gradient, "norm", _threads_for(gradient.values.numel() * gradient.values.itemsize), power)
+    sums = _over_gradient(gradient, "norm", torch.get_num_threads(), power)
     with np.errstate(over="ignore"):  # beyond float64 the norm is inf
         return float(sums.max() if power == math.inf else sums.sum() ** (1 / power))
 
 
-def _over_gradient(gradient: RowGradient, work: str, threads: int, power: float = 0.0) -> Any:
+def _over_gradient(gradient: RowGradient, work: str, most_threads: int, power: float = 0.0) -> Any:
     """What each part of a gradient comes to."""
     dtype, told = gradient.values.dtype, _alone(gradient)
+    count, columns, size = gradient.count, gradient.columns, gradient.count * gradient.columns * dtype.itemsize
     kind = Kind(_NO_TYPE, _NO_TYPE, _NO_TYPE, _TYPES[dtype], _TYPES[compute_dtype(dtype)], work, momentum=None)
     kernel = over_rows(kind)
-    return launch(kernel, told, reserve(kernel, told, threads, gradient.count, gradient.columns), power)
+    return launch(kernel, told, reserve(kernel, told, size, most_threads, count, columns), power)
 
 
 def catch_up(pending: Any, rows: Tensor | range) -> bool:
@@ -169,9 +169,7 @@ def catch_up(pending: Any, rows: Tensor | range) -> bool:
     schedule = pending.schedule  # a handler that steps puts another in its place
     told, *_held = schedule.timeline.told
     ids_at, first, last = (0, rows.start, rows.stop) if isinstance(rows, range) else (rows.data_ptr(), 0, rows.numel())
-    columns = pending.columns
-    threads = _threads_for((last - first) * columns * table.dtypes[0].itemsize)
-    kernel = pending.kernel
+    columns, kernel = pending.columns, pending.kernel
     if kernel is None:
         spec = table.spec
         options = {
@@ -185,16 +183,18 @@ def catch_up(pending: Any, rows: Tensor | range) -> bool:
         p, m, v = stored
         kind = catching_up.Kind(p, m, v, number, **_none_if_off(options))
         kernel = pending.kernel = catching_up.catching_up(kind)
+    size = (last - first) * columns * table.dtypes[0].itemsize
+    threads, pace = kernel.threads_for(size, torch.get_num_threads())
     arguments = (
         threads, ids_at, first, last, pending.told, schedule.step, schedule.window, told,
         pending.key if pending.rounds else 0,
         workspace.totals(2 * threads, columns, kernel.number),
     )  # fmt: skip
-    if threads == 1:
+    if pace is None:
         return bool(kernel.part_kernel(0, *arguments))
     if ids_at and catching_up.is_outside(ids_at, last, table.row_count):
         return False
-    kernel(threads, *arguments)
+    kernel(threads, *arguments, pace=pace)
     return True
 
 
@@ -209,7 +209,3 @@ def window_after(path: Path, window: Window, step: tuple[float, float, float], t
         rate, root, kept, path.tolerance, path.has_tiny_means,
     )  # fmt: skip
     return after
-
-
-def _threads_for(byte_count: int) -> int:
-    return 1 if byte_count < PARALLEL_FROM_BYTES else torch.get_num_threads()

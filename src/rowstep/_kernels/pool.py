@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from typing import Any
 
 from numba import config, get_num_threads, types
@@ -21,6 +22,10 @@ from numba.extending import intrinsic
 from .._fork import threads_left_behind
 from . import internals
 from .cache import kernel
+from .pace import Pace
+
+# Below this many bytes of gradient, waking threads costs more than they save.
+PARALLEL_FROM_BYTES = 128 << 10
 
 # Numba's workqueue layer ends the process when two threads give it work at the same time. The lock is re-entrant: a
 # kernel compiles at its first call, for seconds, and a signal handler or a finalizer that runs in the meantime, in the
@@ -34,17 +39,31 @@ class OverThreads:
     The result has the same bits for any number of threads.
     """
 
-    __slots__ = ("_address", "number", "part_kernel")
+    __slots__ = ("_address", "_paces", "number", "part_kernel")
 
     def __init__(self, part_kernel: Any, number: str = "") -> None:
         self.part_kernel, self.number = part_kernel, number
         """``number``: the type that it computes with, where callers have to make room to compute in."""
         self._address = 0
+        self._paces: dict[int, Pace] = {}
 
-    def __call__(self, parts: int, *arguments: Any) -> None:
+    def threads_for(self, byte_count: int, most: int) -> tuple[int, Pace | None]:
+        """How many threads a launch of this size should have, and who wants to know how long it took."""
+        if most == 1 or byte_count < PARALLEL_FROM_BYTES:
+            return 1, None
+        pace = self._paces.setdefault(byte_count.bit_length(), Pace())
+        return pace.threads(most), pace
+
+    def __call__(self, parts: int, *arguments: Any, pace: Pace | None = None) -> None:
         """Call the kernel for every part, on a thread for each."""
-        pool = _pool()
-        if parts == 1 or not pool:
+        began = time.perf_counter()
+        self._call(parts, *arguments)
+        if pace is not None:
+            pace.took(parts, time.perf_counter() - began)
+
+    def _call(self, parts: int, *arguments: Any) -> None:
+        pool = _pool() if parts > 1 else 0
+        if not pool:
             for part in range(parts):
                 self.part_kernel(part, *arguments)
             return

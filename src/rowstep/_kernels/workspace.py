@@ -11,9 +11,6 @@ from . import share
 from .job import JOB_WORDS
 from .pool import OverThreads
 
-# Below this many bytes of gradient, waking threads costs more than they save.
-PARALLEL_FROM_BYTES = 128 << 10
-
 # The most that a thread keeps: 64 MB of keys, for four million ids, and rows to sum in for some hundred widths. Two
 # million ids a step took 279 ms with memory that is kept and 328 ms with fresh memory.
 _KEPT_KEYS = 1 << 22
@@ -76,25 +73,27 @@ workspace = Workspace()
 _ALONE = np.empty(0, np.int64)
 
 
-Room = tuple[Any, Any, Keys, Any]
-"""What a launch needs besides its jobs: results, of which each thread leaves one, pieces of work, keys and totals."""
+Room = tuple[Any, Any, Keys, Any, Any]
+"""What a launch needs besides its jobs: results, of which each thread leaves one, pieces of work, keys and totals. And
+who wants to know how long it took."""
 
 
-def reserve(kernel: OverThreads, jobs: Any, threads: int, most_ids: int, columns: int) -> Room:
-    """Room for a launch over these jobs, of which none has more ids or columns than this."""
+def reserve(kernel: OverThreads, jobs: Any, byte_count: int, most_threads: int, most_ids: int, columns: int) -> Room:
+    """Room for a launch over these jobs: so many bytes of gradient, and none has more ids or columns than this."""
+    threads, pace = kernel.threads_for(byte_count, most_threads)
     pieces, size = _ALONE, most_ids + 1
     if threads > 1:
         pieces = np.empty(share.room_for_pieces(jobs.size // JOB_WORDS, threads), np.int64)
         size = share.share(jobs, threads, pieces)
-    return np.zeros(threads), pieces, workspace.keys(size), workspace.totals(threads, columns, kernel.number)
+    return np.zeros(threads), pieces, workspace.keys(size), workspace.totals(threads, columns, kernel.number), pace
 
 
 def launch(kernel: OverThreads, jobs: Any, room: Room, power: float = 0.0) -> Any:
     """Run a kernel over the jobs, on a thread for each of the results, and return those."""
-    results, pieces, keys, totals = room
+    results, pieces, keys, totals, pace = room
     arguments = results, jobs, pieces, keys.at, keys.spare_at, totals, power
-    if results.size == 1:
+    if pace is None:
         kernel.part_kernel(0, *arguments)
     else:
-        kernel(results.size, *arguments)
+        kernel(results.size, *arguments, pace=pace)
     return results

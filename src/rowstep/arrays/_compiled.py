@@ -13,7 +13,7 @@ from .._kernels.dense import over_elements
 from .._kernels.job import BETA1, JOB_WORDS
 from .._kernels.pool import numba_threads
 from .._kernels.rows import Kind, over_rows
-from .._kernels.workspace import PARALLEL_FROM_BYTES, launch, reserve
+from .._kernels.workspace import launch, reserve
 from .._rules.adam import Scalars
 from . import _reference
 from ._checks import FloatArray
@@ -38,9 +38,9 @@ def step(p: FloatArray, m: FloatArray, v: FloatArray, g: FloatArray, scalars: Sc
     numbers = np.array(_numbers(scalars))
     with blocks:
         for block in blocks:
-            threads = _threads_for(block[3])
+            threads, pace = kernel.threads_for(block[3].nbytes, numba_threads())
             addresses = (array.ctypes.data for array in block)
-            kernel(threads, threads, *addresses, block[0].size, numbers.ctypes.data)
+            kernel(threads, threads, *addresses, block[0].size, numbers.ctypes.data, pace=pace)
 
 
 def step_rows(
@@ -64,7 +64,7 @@ def step_rows(
         stored, stored, stored, _TYPES[g.dtype.char], types.float64, decay=_has_decay(scalars), as_dense=True
     )  # fmt: skip
     kernel = over_rows(kind)
-    launch(kernel, job, reserve(kernel, job, _threads_for(g), len(rows), columns))
+    launch(kernel, job, reserve(kernel, job, g.nbytes, numba_threads(), len(rows), columns))
 
 
 def _numbers(scalars: Scalars) -> tuple[float, ...]:
@@ -75,10 +75,6 @@ def _numbers(scalars: Scalars) -> tuple[float, ...]:
 def _has_decay(scalars: Scalars) -> bool | None:
     """Whether there is coupled weight decay, as kernels are told."""
     return None if scalars.decay is None else True
-
-
-def _threads_for(grad: FloatArray) -> int:
-    return 1 if grad.nbytes < PARALLEL_FROM_BYTES else numba_threads()
 
 
 def _addressable(g: FloatArray) -> FloatArray:

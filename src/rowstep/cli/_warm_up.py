@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 def train(name: str, dtype: torch.dtype) -> None:
     """Train a table of this dtype with this optimizer, on one thread and on two, so that every usual kernel runs."""
     import rowstep
-    from rowstep._kernels.workspace import PARALLEL_FROM_BYTES
+    from rowstep._kernels.pool import PARALLEL_FROM_BYTES
 
     # A gradient that is large enough for threads, over a table of which a part waits.
     ids = 2 * PARALLEL_FROM_BYTES // (_COLUMNS * dtype.itemsize)
