@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from ._deferred import DeferredAdam as DeferredAdam
     from ._deferred import DeferredAdamW as DeferredAdamW
     from ._deferred import StaleRowsError as StaleRowsError
-    from ._rows import select_rows_ as select_rows_
     from ._sparse_adam import SparseAdam as SparseAdam
+    from ._surgery import select_rows_ as select_rows_
 
 __version__ = "0.2.0"
 
@@ -23,7 +23,7 @@ _HOME = {
     "StaleRowsError": "._deferred",
     "clip_grad_norm_": "._clip",
     "clip_grad_value_": "._clip",
-    "select_rows_": "._rows",
+    "select_rows_": "._surgery",
 }
 
 __all__ = [

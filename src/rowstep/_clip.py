@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import _backends
-from ._gradient import RowGradient, outside_message, row_gradient
+from ._gradient import RowGradient, row_gradient
 from ._part import Peers, identities, part_of
 from ._scale import like_sparse, replace, scaled
 from ._state import compute_dtype
@@ -192,7 +192,6 @@ def _norm(gradient: RowGradient, power: float) -> float:
 def _checked(grad: Tensor) -> RowGradient:
     gradient = row_gradient(grad, grad.shape)
     gradient.check_memory()
-    outside = _backends.for_gradient(gradient).first_outside(gradient)
-    if outside is not None:
-        raise IndexError(outside_message(outside, gradient.row_count))
+    if flaw := _backends.outside(gradient):
+        raise flaw
     return gradient

@@ -3,7 +3,8 @@
 A step goes over the gradients of all groups. A dense one is torch's Adam's; a sparse one is a job for the table that it
 belongs to, which is prepared at its first step and whenever it has changed. Everything is checked before anything is
 written, so an error changes nothing. Then the steps are counted, and then they are made, all tables of a kind in one
-launch. An interrupt in between leaves a step whose tables had no gradient.
+launch. If an interrupt comes after counting and before the rows move, the step stays counted, as if these tables had
+had no gradient in it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from . import _backends, _dense, _part
-from ._gradient import RowGradient, check_gradient, outside_message
+from ._gradient import RowGradient, check_gradient
 from ._launches import Launches, add
 from ._options import (
     check_is_number,
@@ -158,7 +159,7 @@ class RowOptimizer(StatefulOptimizer):
         skipped = 0
         for launch in launches.values():
             skipped += launch.run()
-        self._ran(jobs, skipped)
+        self._after_launches(jobs, skipped)
         if dense:
             self._step_dense(dense)
         return again
@@ -177,9 +178,10 @@ class RowOptimizer(StatefulOptimizer):
             if rule.raises_nonfinite:
                 _refuse_nonfinite(gradient)
             if table is None:
-                _refuse_outside(gradient)
+                if flaw := _backends.outside(gradient):
+                    raise flaw
             elif table.pending is not None:
-                self._look_at_pending(table.pending, gradient)
+                self._prepare_waiting_rows(table.pending, gradient)
         return Job(param, table, spec, gradient, rule.step(count, as_dense))
 
     def _rule_of(self, group: Group, at: int) -> Rule:
@@ -226,8 +228,8 @@ class RowOptimizer(StatefulOptimizer):
         self._tables[id(param)] = table = Table(param, state, spec, _backends.kernels())
         return table
 
-    def _look_at_pending(self, pending: Any, gradient: RowGradient) -> None:
-        """Called before a gradient steps a table whose rows may wait."""
+    def _prepare_waiting_rows(self, pending: Any, gradient: RowGradient) -> None:
+        """Called before a gradient steps a table whose rows may wait: raise if it was made of stale ones."""
 
     def _make_state(self, jobs: Sequence[Job]) -> None:
         """Make the state that these jobs lack, all of it or, if memory runs out, none; and prepare their tables."""
@@ -237,7 +239,7 @@ class RowOptimizer(StatefulOptimizer):
         made = [job.spec.made_of(self.state.get(job.param, _NO_STATE), job.param) for job in jobs]
         for job, (slots, lost) in zip(jobs, made, strict=True):
             state, spec = self.state[job.param], job.spec
-            spec.take_over(state, slots)
+            spec.install(state, slots)
             job.table = self._tables[id(job.param)] = Table(job.param, state, spec, _backends.kernels())
             if lost:
                 warn(
@@ -251,15 +253,14 @@ class RowOptimizer(StatefulOptimizer):
 
     def _flaw_of(self, job: Job) -> Exception:
         """What is wrong with a job that the kernels have refused."""
-        outside = _backends.for_gradient(job.gradient).first_outside(job.gradient)
-        return IndexError(outside_message(outside, job.gradient.row_count))
+        return _backends.outside(job.gradient) or RuntimeError("the kernels have refused the gradient")
 
     def _count(self, jobs: Sequence[Job]) -> None:
         """Count these steps, which will be made right after."""
         raise NotImplementedError
 
-    def _ran(self, jobs: Sequence[Job], skipped: int) -> None:
-        """Called when these jobs have been made, but for so many rows."""
+    def _after_launches(self, jobs: Sequence[Job], skipped: int) -> None:
+        """Called when the rows of these jobs have been stepped, but for those skipped as non-finite."""
 
     def _step_dense(self, params: Sequence[tuple[Tensor, int]]) -> None:
         """Step these parameters, which come with the number of their group, as torch.optim.Adam does."""
@@ -298,12 +299,6 @@ _NO_STATE: State = {}
 def _options_of(defaults: Mapping[str, Any]) -> Callable[[Group], tuple[Any, ...]]:
     """A function that reads all options of a group but its lr, which may be another at every step."""
     return operator.itemgetter(*(name for name in defaults if name != "lr"))
-
-
-def _refuse_outside(gradient: RowGradient) -> None:
-    outside = _backends.for_gradient(gradient).first_outside(gradient)
-    if outside is not None:
-        raise IndexError(outside_message(outside, gradient.row_count))
 
 
 def _refuse_nonfinite(gradient: RowGradient) -> None:

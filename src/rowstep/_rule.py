@@ -1,7 +1,8 @@
 """What the options of a group come to: what is kept, the numbers of a step, and what a kernel is made for.
 
 A ``Rule`` is made anew when an option's object has changed. To add an option: say in ``_options`` what it may be, and
-here what it comes to; if it changes the equations, in ``_rules/adam`` and ``_kernels/rows``.
+here what it comes to. One that keeps state has a slot in ``_state``; one that changes the equations is also in
+``_rules/adam``, in the reference that calls it, and in ``_kernels/rows`` and its ``Kind``.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ class Step:
 
     def __init__(self, rule: Rule, count: int, as_dense: bool) -> None:
         self.rule, self.count = rule, count
-        """How many steps the table has taken then."""
+        """How many steps the table has taken, with this one."""
         self.as_dense = as_dense
         """By torch.optim.Adam's rule instead of torch.optim.SparseAdam's; they differ in where eps goes."""
         self.scalars = beta1, beta2, eps, step_size, shrink, decay = adam.scalars(
-            rule.lr, rule.betas, rule.eps, count, rule.weight_decay, rule.is_decoupled, rule.is_per_row, as_dense
+            rule.lr, rule.betas, rule.eps, count, rule.weight_decay, rule.is_decoupled, rule.spec.is_counted, as_dense
         )
         self.key = step_key(rule.seed, count) if rule.rounds else 0
         shrink, sign = 1.0 if shrink is None else shrink, -1.0 if rule.maximize else 1.0
@@ -45,21 +46,23 @@ class Rule:
         self.betas, self.eps = (float(beta1), float(beta2)), float(group["eps"])
         self.weight_decay, self.is_decoupled = float(group["weight_decay"]), bool(group["decoupled_weight_decay"])
         self.maximize, self.amsgrad, self.seed = bool(group["maximize"]), bool(group["amsgrad"]), group["seed"]
-        self.is_per_row = group.get("bias_correction") == "row"
         self.skips_nonfinite = group.get("nonfinite") == "skip"
         self.raises_nonfinite = group.get("nonfinite") == "raise"
         self.forces_sparse = bool(group.get("force_sparse"))
         self.rounds_weights = bool(group["stochastic_rounding"])
-        """Those of 16 bits."""
         self.spec, self.dense_spec = StateSpec.under(group), StateSpec.under(group, in_a_table=False)
         """What is kept for a table, and for a parameter with dense gradients."""
         self.rounds = self.spec.is_rounded or self.rounds_weights
-        self.path = (self.betas, self.eps, self.amsgrad, self.spec, self.rounds_weights, self.seed)
+        self.waiting_options = (self.betas, self.eps, self.amsgrad, self.spec, self.rounds_weights, self.seed)
         """What the path of a row that waits depends on, besides lr and weight decay."""
         self.lr: Any = 0.0
         self.kernels: dict[Any, Any] = {}
         self.steps: dict[tuple[int, bool], Step] = {}
         """Those of the step under way. They end when another lr is set."""
+
+    def rounds_weights_of(self, dtype: Any) -> bool:
+        """Whether weights of this dtype are rounded at random."""
+        return self.rounds_weights and dtype.itemsize == 2
 
     def step(self, count: int, as_dense: bool) -> Step:
         """The ``count``-th step of a table: the same object for all tables that take it."""

@@ -31,13 +31,13 @@ import numpy as np
 
 from ._rules.adam import corrections
 
-# Columns of a coefficient table.
-M0, EBAR, M2, M3, M4, M5, SAFE = range(7)
-COLUMNS = 7
+# The coefficients of a gap: columns of a table.
+M0, EBAR, M2, M3, M4, M5, UNSAFE_UP_TO = range(7)
+COEFFICIENTS = 7
 
 # What a kernel is told of a timeline: 64-bit words, then scalars.
 LENGTH, CAPACITY, BETA1_POWERS_AT, BETA2_POWERS_AT = range(4)
-FROZEN_AT, RATE_AT, ROOT_AT, KEPT_AT, LACKING_AT, DECAYED_AT = range(4, 10)
+FROZEN_AT, RATE_AT, ROOT_AT, KEPT_AT, LOG_KEPT_ERROR_AT, LOG_KEPT_AT = range(4, 10)
 SCALARS = 10
 RATIO, GROWTH, EPS = range(3)
 
@@ -92,29 +92,30 @@ class _Timeline:
     def __init__(self, path: Path) -> None:
         capacity = path.capacity
         self._path, self.capacity, self.newest, self._last = path, capacity, 0, capacity // 8
-        # lr with bias correction, sqrt(1 - beta2^t), what weight decay leaves of a weight, and the logarithm of what it
-        # has left since the beginning, with what that sum lacks.
+        # lr with bias correction, sqrt(1 - beta2^t), what weight decay leaves of a weight, the running sum of its
+        # logarithms, and the error of that sum (Kahan's).
         self.rate, self.root, self.kept = np.zeros(capacity), np.ones(capacity), np.ones(capacity)
-        self.decayed, self.lacking = np.zeros(capacity), np.zeros(capacity)
-        self.frozen = np.zeros((capacity, COLUMNS))
-        self.told = self._told(self.decayed)
+        self.log_kept, self.log_kept_error = np.zeros(capacity), np.zeros(capacity)
+        self.frozen = np.zeros((capacity, COEFFICIENTS))
+        self.told = self._told(self.log_kept)
 
-    def _told(self, decayed: Any) -> tuple[Any, ...]:
+    def _told(self, log_kept: Any) -> tuple[Any, ...]:
         """What kernels are told, and what of it may be replaced meanwhile: to be held, as the timeline is."""
         path, told = self._path, np.empty(SCALARS + 3, np.int64)
         rings = (
-            path.beta1_powers, path.beta2_powers, self.frozen, self.rate, self.root, self.kept, self.lacking, decayed
+            path.beta1_powers, path.beta2_powers, self.frozen, self.rate, self.root, self.kept, self.log_kept_error,
+            log_kept,
         )  # fmt: skip
         told[:SCALARS] = path.window_length, path.capacity, *(array.ctypes.data for array in rings)
         told[SCALARS:].view(np.float64)[:] = path.ratio, path.growth, path.eps
-        return told, decayed
+        return told, log_kept
 
     def copy(self, newest: int) -> _Timeline:
         """A timeline of its own for the step after ``newest``."""
         copied = copy.copy(self)
-        for name in ("rate", "root", "kept", "decayed", "lacking", "frozen"):
+        for name in ("rate", "root", "kept", "log_kept", "log_kept_error", "frozen"):
             setattr(copied, name, getattr(self, name).copy())
-        copied.told = copied._told(copied.decayed)
+        copied.told = copied._told(copied.log_kept)
         copied.newest, copied._last = newest, newest + self.capacity // 8
         return copied
 
@@ -135,18 +136,18 @@ class _Timeline:
         self.rate[slot], self.root[slot], self.kept[slot] = step
         self.frozen[(number - self._path.window_length) % self.capacity] = frozen
         # Kahan's sum: thousands of equal addends would round the same way every time.
-        addend = math.log(step[2]) - self.lacking[before]
-        total = self.decayed[before] + addend
-        self.lacking[slot] = (total - self.decayed[before]) - addend
-        self.decayed[slot] = total
+        addend = math.log(step[2]) - self.log_kept_error[before]
+        total = self.log_kept[before] + addend
+        self.log_kept_error[slot] = (total - self.log_kept[before]) - addend
+        self.log_kept[slot] = total
 
     def count(self, number: int) -> None:
         """The steps up to this one have been written."""
         changed: dict[str, Any] = {"newest": number}
-        total = self.decayed[number % self.capacity]
+        total = self.log_kept[number % self.capacity]
         if total < -1:  # only differences count, and those of small numbers are the better ones
-            decayed = self.decayed - total
-            changed |= {"decayed": decayed, "told": self._told(decayed)}
+            log_kept = self.log_kept - total
+            changed |= {"log_kept": log_kept, "told": self._told(log_kept)}
         vars(self).update(changed)
 
 
@@ -186,7 +187,7 @@ class Path:
     def begin(self) -> Schedule:
         """The schedule before the first step."""
         length = self.window_length
-        window = Window(np.zeros((7, length)), np.ones(length), np.zeros((length + 1, COLUMNS)))
+        window = Window(np.zeros((7, length)), np.ones(length), np.zeros((length + 1, COEFFICIENTS)))
         return Schedule(self, 0, window, _Timeline(self))
 
     def step_with(self, lr: Any, weight_decay: float, number: int) -> _Step:
@@ -220,7 +221,7 @@ class Path:
         mean = np.divide(sums[1], total, out=np.ones_like(total), where=some)
         # The sums in multiples of the mean; their n-th difference is Mn. One column after the other, as NumPy computes
         # them fastest; turned around at the end.
-        columns = np.empty((COLUMNS, self.window_length))
+        columns = np.empty((COEFFICIENTS, self.window_length))
         columns[0], columns[1:] = 1, 1 / mean
         columns = sums * np.multiply.accumulate(columns)
         for n in range(1, 7):
@@ -230,14 +231,14 @@ class Path:
         # that is above the tolerance, i.e. for sqrt(v) below a bound, the terms have to be summed one by one.
         rest = np.divide(np.abs(sixth), total, out=np.zeros_like(total), where=some) * np.maximum(1, mean / first)
         least_root = columns[EBAR] * ((rest / self.tolerance) ** (1 / 6) - 1)
-        columns[SAFE] = np.maximum(least_root, 0) ** 2
+        columns[UNSAFE_UP_TO] = np.maximum(least_root, 0) ** 2
         if self.has_tiny_means:  # float32 may round one to 0, which leaves nothing to divide by where v is 0
-            columns[SAFE, columns[EBAR] < 1 / LARGEST] += SMALLEST
+            columns[UNSAFE_UP_TO, columns[EBAR] < 1 / LARGEST] += SMALLEST
         # With a small beta2 the e of a long gap grow past what a float holds: no series there.
         if not np.abs(columns).max() < LARGEST:
             lost = ~(np.abs(columns).max(axis=0) < LARGEST)
-            columns[:, lost], columns[SAFE, lost] = 0, np.inf
-        table = np.zeros((self.window_length + 1, COLUMNS))
+            columns[:, lost], columns[UNSAFE_UP_TO, lost] = 0, np.inf
+        table = np.zeros((self.window_length + 1, COEFFICIENTS))
         table[1:] = columns.T
         return table
 
@@ -283,9 +284,9 @@ class Schedule:
         table = np.where(
             young[:, None], self.window[np.where(young, gap, 0)], self.timeline.frozen[since % path.capacity]
         )
-        now = self.timeline.decayed[self.step % path.capacity]
-        kept = np.exp(now - self.timeline.decayed[since % path.capacity])
-        aged = np.exp(now - self.timeline.decayed[(since + path.window_length) % path.capacity])
+        now = self.timeline.log_kept[self.step % path.capacity]
+        kept = np.exp(now - self.timeline.log_kept[since % path.capacity])
+        aged = np.exp(now - self.timeline.log_kept[(since + path.window_length) % path.capacity])
         return table, kept, np.where(young, 1.0, aged)
 
     def terms(self, since: int) -> tuple[Any, Any]:
@@ -294,7 +295,7 @@ class Schedule:
         count = min(self.step - since, path.window_length)
         slots = np.arange(since + 1, since + count + 1) % path.capacity
         powers = np.arange(1, count + 1)
-        kept = np.exp(self.timeline.decayed[self.step % path.capacity] - self.timeline.decayed[slots])
+        kept = np.exp(self.timeline.log_kept[self.step % path.capacity] - self.timeline.log_kept[slots])
         # An e beyond float64 belongs to a term that is 0. No np.errstate here, which sets a context variable: garbage
         # collection may call this, and where it comes in the middle of another np.errstate, Python 3.11 goes on with
         # one that is freed.

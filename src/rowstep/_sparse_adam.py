@@ -1,6 +1,4 @@
-"""SparseAdam: what it adds to torch.optim.SparseAdam, and which numbers go into each update. The arithmetic is in the
-backends.
-"""
+"""SparseAdam: its options, which gradients it takes as rows, and how it counts steps."""
 
 from __future__ import annotations
 
@@ -130,7 +128,7 @@ class SparseAdam(RowOptimizer):
     def _as_rows(self, param: Tensor, grad: Tensor, state: State, rule: Rule) -> tuple[RowGradient | None, bool, bool]:
         if grad.is_sparse:
             gradient = row_gradient(grad, param.shape)
-            if len(gradient.lead) != 1 and (rule.is_per_row or rule.spec.is_by_row):
+            if len(gradient.lead) != 1 and (rule.spec.is_counted or rule.spec.is_by_row):
                 raise ValueError(
                     f"the gradient has sparse_dim {len(gradient.lead)}; expected 1, because something is kept for each "
                     "row of the first dimension. Use bias_correction='global' and second_moment='element'"
@@ -138,9 +136,9 @@ class SparseAdam(RowOptimizer):
             return gradient, False, True
         if rule.forces_sparse:
             return nonzero_rows(grad), False, True
-        in_a_table = rule.spec.is_a_tables(state, param)
+        in_a_table = rule.spec.holds_table_state(state, param)
         dtypes = {grad.dtype, *(getattr(state.get(name), "dtype", param.dtype) for name in ELEMENTWISE)}
-        is_rounded = rule.rounds_weights and param.dtype.itemsize == 2
+        is_rounded = rule.rounds_weights_of(param.dtype)
         if in_a_table or dtypes != {param.dtype} or is_rounded:  # torch's Adam wants one dtype for all
             return all_rows(grad), True, in_a_table
         return None, True, False
@@ -149,7 +147,7 @@ class SparseAdam(RowOptimizer):
         for job in jobs:
             job.table.state["step"] = job.step.count
 
-    def _ran(self, jobs: Sequence[Job], skipped: int) -> None:
+    def _after_launches(self, jobs: Sequence[Job], skipped: int) -> None:
         self.skipped_rows += skipped
 
     def __getstate__(self) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class StateSpec:
         )
         return is_cast and not any(name in state for name in _others(self))
 
-    def is_a_tables(self, state: State, param: Tensor) -> bool:
+    def holds_table_state(self, state: State, param: Tensor) -> bool:
         """Whether this state is one that torch's Adam cannot step, because it has been a table's."""
         if "exp_avg_sq_row" in state:
             return True
@@ -148,7 +148,7 @@ class StateSpec:
             return zeros(rows, torch.int64 if slot.is_count else compute_dtype(param.dtype), param.device)
         return zeros_like(param, self.dtype)
 
-    def take_over(self, state: State, made: State) -> None:
+    def install(self, state: State, made: State) -> None:
         """Make what ``made_of`` has made the state, and drop second moments and first ones that are not kept."""
         for name in _others(self):
             state.pop(name, None)

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from . import _part, _rows
+from . import _part, _surgery
 from ._loading import check_slots, check_states, check_structure, separate_counts, tidied, uncast_slots
 from ._options import HOW_TORCH_STEPS, check_group, check_learning_rate
-from ._rows import Init
 from ._state import State, StateSpec, misfit, row_moment_flaw
+from ._surgery import Init
 from ._table import Table
 from ._torch_internals import plainly
 
@@ -61,7 +61,7 @@ class StatefulOptimizer(Optimizer):
             >>> table.weight.shape, table.weight[4]
             (torch.Size([5, 2]), tensor([0., 0.], grad_fn=<SelectBackward0>))
         """
-        self._operate(param, lambda state: _rows.grow(param, state, rows, init))
+        self._operate(param, lambda state: _surgery.grow(param, state, rows, init))
 
     @torch.no_grad()
     def keep_rows(self, param: Tensor, mask_or_ids: Tensor) -> None:
@@ -81,8 +81,8 @@ class StatefulOptimizer(Optimizer):
             torch.Size([2, 2])
         """
         self._group_of(param)
-        rows = _rows.named_rows(param, mask_or_ids)
-        self._operate(param, lambda state: _rows.keep(param, state, rows))
+        rows = _surgery.named_rows(param, mask_or_ids)
+        self._operate(param, lambda state: _surgery.keep(param, state, rows))
 
     @torch.no_grad()
     def permute_rows(self, param: Tensor, order: Tensor) -> None:
@@ -105,10 +105,10 @@ class StatefulOptimizer(Optimizer):
         self._group_of(param)
         if isinstance(order, Tensor) and order.dtype == torch.bool:
             raise ValueError("order is boolean; expected integer row numbers. To drop rows, use keep_rows")
-        rows = _rows.named_rows(param, order)
-        if len(rows) != _rows.row_count(param):
+        rows = _surgery.named_rows(param, order)
+        if len(rows) != _surgery.row_count(param):
             raise ValueError(f"order has {len(rows)} entries; expected {len(param)}, with each row once")
-        self._operate(param, lambda state: _rows.keep(param, state, rows))
+        self._operate(param, lambda state: _surgery.keep(param, state, rows))
 
     @torch.no_grad()
     def reset_rows(self, param: Tensor, ids: Tensor) -> None:
@@ -130,8 +130,8 @@ class StatefulOptimizer(Optimizer):
             tensor([0.1000, 0.0000, 0.0000])
         """
         self._group_of(param)
-        rows = _rows.named_rows(param, ids)
-        self._operate(param, lambda state: _rows.reset(state, rows))
+        rows = _surgery.named_rows(param, ids)
+        self._operate(param, lambda state: _surgery.reset(state, rows))
 
     def _operate(self, param: Tensor, change: Callable[[State], None]) -> None:
         """Change the rows of a parameter and of its state."""
@@ -167,12 +167,12 @@ class StatefulOptimizer(Optimizer):
                 for param in group["params"]:
                     if param.requires_grad:
                         state, of_tables = self.state[param], StateSpec.under(group)
-                        is_table = _part.is_part(param) or of_tables.is_a_tables(state, param)
+                        is_table = _part.is_part(param) or of_tables.holds_table_state(state, param)
                         spec = of_tables if is_table else StateSpec.under(group, in_a_table=False)
                         # A Tensor whatever the gradients will be: torch's checkpoints read either kind into a Tensor,
                         # but only an int into an int.
                         state.setdefault("step", torch.zeros((), dtype=torch.float32))
-                        spec.take_over(state, spec.made_of(state, param)[0])
+                        spec.install(state, spec.made_of(state, param)[0])
 
     def _look_for_shards(self) -> None:
         """Note the ranks that share tables with this one, and make the state that checkpoints load into."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rowstep import DeferredAdamW, SparseAdam, _memory, _rows
+from rowstep import DeferredAdamW, SparseAdam, _memory, _surgery
 from tests.helpers.deferred_cases import LONG, embedding
 from tests.helpers.gradients import Snapshot
 from tests.helpers.interrupts import interrupted
@@ -17,7 +17,7 @@ from tests.helpers.interrupts import interrupted
 pytestmark = pytest.mark.usefixtures("backend")
 
 # Where surgery happens, at every line. With ROWSTEP_LONG=1 also the lines that flush a table first.
-PLACES = ("/rowstep/",) if LONG else ("/_commit.py", "/_rows.py", "/rowstep/_stateful.py", "/rowstep/_deferred/")
+PLACES = ("/rowstep/",) if LONG else ("/_commit.py", "/_surgery.py", "/rowstep/_stateful.py", "/rowstep/_deferred/")
 IDS = torch.tensor([1, 2, 1])
 ORDER = torch.arange(9, -1, -1)
 
@@ -122,7 +122,7 @@ def test_memory_that_runs_out_changes_nothing(maker: str, name: str, monkeypatch
             return counted
 
         with monkeypatch.context() as patch:
-            patch.setattr(_rows, "zeros_like", scarce(_memory.zeros_like))
+            patch.setattr(_surgery, "zeros_like", scarce(_memory.zeros_like))
             patch.setattr(Tensor, "index_select", scarce(Tensor.index_select))
             patch.setattr(Tensor, "new_empty", scarce(Tensor.new_empty))
             try:

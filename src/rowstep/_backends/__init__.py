@@ -12,7 +12,7 @@ import os
 from typing import Any
 
 from .._choice import choose
-from .._gradient import RowGradient
+from .._gradient import RowGradient, outside_message
 from . import reference
 
 
@@ -24,7 +24,14 @@ def kernels() -> Any:
 def for_gradient(gradient: RowGradient) -> Any:
     """The implementation that can take this gradient."""
     compiled = kernels()
-    return compiled if compiled is not None and not gradient.is_empty and compiled.takes(gradient) else reference
+    is_taken = compiled is not None and not gradient.is_empty and compiled.words_of(gradient) is not None
+    return compiled if is_taken else reference
+
+
+def outside(gradient: RowGradient) -> IndexError | None:
+    """What to raise if a gradient names a row that is not in its table."""
+    row = for_gradient(gradient).first_outside(gradient)
+    return None if row is None else IndexError(outside_message(row, gradient.row_count))
 
 
 @functools.cache

@@ -24,8 +24,8 @@ from .._kernels.pool import OverThreads
 from .._kernels.rows import Kind, over_rows
 from .._kernels.window import advance
 from .._kernels.workspace import launch, reserve, workspace
-from .._schedule import COLUMNS, Path, Window
-from .._state import compute_dtype
+from .._schedule import COEFFICIENTS, Path, Window
+from .._state import StateSpec, compute_dtype
 from .._table import Job
 from .._torch_internals import note_writes
 
@@ -38,11 +38,6 @@ _WORDS = struct.Struct("=6q")  # of a gradient, as ``_kernels/job`` has them
 _TABLE = struct.Struct(f"=3q{8 * (JOB_WORDS - 9)}x")  # a table of which nothing is kept
 _INT64 = np.dtype(np.int64)
 _NO_JOBS = np.empty(0, _INT64)
-
-
-def takes(gradient: RowGradient) -> bool:
-    """Whether kernels can address this gradient."""
-    return words_of(gradient) is not None
 
 
 def words_of(gradient: RowGradient, note: int = 0) -> bytes | None:
@@ -66,21 +61,26 @@ def words_of(gradient: RowGradient, note: int = 0) -> bytes | None:
 
 def kernel_for(job: Job) -> OverThreads:
     """The kernel that steps this job: the same object for all that one launch can take."""
-    table, step, spec = job.table, job.step, job.table.spec
-    rule, dtypes = step.rule, (*table.dtypes, job.gradient.values.dtype)
-    options = {
-        "momentum": spec.has_momentum,
-        "by_row": spec.is_by_row,
-        "amsgrad": spec.amsgrad,
+    table, step, rule = job.table, job.step, job.step.rule
+    dtypes = *table.dtypes, job.gradient.values.dtype
+    stored, number = [_TYPES[dtype] for dtype in dtypes], _TYPES[compute_dtype(*dtypes)]
+    options = _options_of(table.spec, rule.rounds_weights_of(table.dtypes[0])) | {
         "decay": step.scalars.decay is not None,
         "as_dense": step.as_dense,
         "skip_nonfinite": rule.skips_nonfinite,
-        "rounds_state": spec.is_rounded,
-        "rounds_weights": rule.rounds_weights and table.dtypes[0].itemsize == 2,
     }
-    stored, number = [_TYPES[dtype] for dtype in dtypes], _TYPES[compute_dtype(*dtypes)]
     p, m, v, g = stored
     return over_rows(Kind(p, m, v, g, number, "step", **_none_if_off(options)))
+
+
+def _options_of(spec: StateSpec, rounds_weights: bool) -> dict[str, bool]:
+    return {
+        "momentum": spec.has_momentum,
+        "by_row": spec.is_by_row,
+        "amsgrad": spec.amsgrad,
+        "rounds_state": spec.is_rounded,
+        "rounds_weights": rounds_weights,
+    }
 
 
 def _none_if_off(options: dict[str, bool]) -> dict[str, Any]:
@@ -171,14 +171,7 @@ def catch_up(pending: Any, rows: Tensor | range) -> bool:
     ids_at, first, last = (0, rows.start, rows.stop) if isinstance(rows, range) else (rows.data_ptr(), 0, rows.numel())
     columns, kernel = pending.columns, pending.kernel
     if kernel is None:
-        spec = table.spec
-        options = {
-            "momentum": spec.has_momentum,
-            "by_row": spec.is_by_row,
-            "amsgrad": spec.amsgrad,
-            "rounds_state": spec.is_rounded,
-            "rounds_weights": pending.rounds_weights,
-        }
+        options = _options_of(table.spec, pending.rounds_weights)
         stored, number = [_TYPES[dtype] for dtype in table.dtypes], _TYPES[compute_dtype(*table.dtypes)]
         p, m, v = stored
         kind = catching_up.Kind(p, m, v, number, **_none_if_off(options))
@@ -201,7 +194,7 @@ def catch_up(pending: Any, rows: Tensor | range) -> bool:
 def window_after(path: Path, window: Window, step: tuple[float, float, float], timeline: Any, number: int) -> Window:
     """The window after the ``number``-th step, which is written to the timeline unless it is there."""
     length = path.window_length
-    after = Window(np.empty((7, length)), np.empty(length), np.empty((length + 1, COLUMNS)))
+    after = Window(np.empty((7, length)), np.empty(length), np.empty((length + 1, COEFFICIENTS)))
     rate, root, kept = step
     told, *_held = timeline.told
     advance(

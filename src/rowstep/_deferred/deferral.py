@@ -66,10 +66,10 @@ class Deferral:
     """
 
     def __init__(self, table: Table, rule: Rule, schedule: Schedule, keeper: weakref.ref[Keeper]) -> None:
-        self.path, self.schedule, self._keeper = rule.path, schedule, keeper
+        self.options, self.schedule, self._keeper = rule.waiting_options, schedule, keeper
         self.notes = torch.zeros(table.lead, dtype=torch.int32, device=table.param.device)
         """Per row, the step of the schedule at which it was last up to date."""
-        self._seed, self.rounds_weights = rule.seed, rule.rounds_weights and table.param.dtype.itemsize == 2
+        self._seed, self.rounds_weights = rule.seed, rule.rounds_weights_of(table.param.dtype)
         self.rounds = self.rounds_weights or table.spec.is_rounded
         self._swept = 0
         self._writes = -1
@@ -98,7 +98,7 @@ class Deferral:
 
     def goes_on(self, rule: Rule, taken: int) -> bool:
         """Whether rows may go on waiting under this rule, in a table that has taken so many steps."""
-        is_same = self.path is rule.path or self.path == rule.path
+        is_same = self.options is rule.waiting_options or self.options == rule.waiting_options
         return is_same and taken == self.step and self.schedule.step < _LAST_STEP  # or notes run out of numbers
 
     def stale(self, rows: Tensor) -> int:
@@ -192,7 +192,7 @@ def begin(table: Table, rule: Rule, taken: int, others: Iterable[Deferral], keep
         if (
             other.step == taken
             and not other.schedule.step
-            and other.path == rule.path
+            and other.options == rule.waiting_options
             and other.table.dtypes[0] == dtype
         ):
             schedule = other.schedule

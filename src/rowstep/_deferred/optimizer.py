@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT, StateDict
 
+from .. import _backends
 from .._commit import is_averaged
 from .._gradient import RowGradient, all_rows, nonzero_rows, rows_of_first_dimension
 from .._optimizer import RowOptimizer
@@ -258,8 +259,7 @@ class DeferredAdam(RowOptimizer):
         Invalid ids are left to the lookup itself, which has its own error message for them; then this returns False.
         """
         with self._lock:
-            table = self._tables.get(id(param))
-            pending = None if table is None else table.pending
+            pending = self._pending(param)
             if pending is None:
                 return True
             if ids is None:
@@ -297,8 +297,8 @@ class DeferredAdam(RowOptimizer):
         dtype = getattr(state.get("exp_avg"), "dtype", grad.dtype)
         if grad.is_sparse:
             return rows_of_first_dimension(grad, param.dtype, dtype), True, True
-        in_a_table = rule.spec.is_a_tables(state, param)
-        if in_a_table or (rule.rounds_weights and param.dtype.itemsize == 2):
+        in_a_table = rule.spec.holds_table_state(state, param)
+        if in_a_table or rule.rounds_weights_of(param.dtype):
             return all_rows(grad), True, in_a_table  # torch's Adam cannot take these
         if dtype != grad.dtype:  # torch's Adam would find out in the middle of its step
             raise TypeError(f"the gradient has dtype {grad.dtype}; expected {dtype}, the dtype of its state")
@@ -322,7 +322,7 @@ class DeferredAdam(RowOptimizer):
             self._refuse_stale(pending)
             self._end(pending)
 
-    def _look_at_pending(self, pending: Deferral, gradient: RowGradient) -> None:
+    def _prepare_waiting_rows(self, pending: Deferral, gradient: RowGradient) -> None:
         pending.refuse_writes()
         is_dense = not pending.table.param.grad.is_sparse  # type: ignore[union-attr]
         if is_dense:
@@ -348,10 +348,8 @@ class DeferredAdam(RowOptimizer):
             self._end(table.pending)
 
     def _flaw_of(self, job: Job) -> Exception:
-        rows = job.gradient.rows
-        if bool(((rows < 0) | (rows >= job.gradient.row_count)).any()):
-            return super()._flaw_of(job)
-        return StaleRowsError(_stale_message(job.table.pending.stale(rows), job.gradient.count))
+        gradient, stale = job.gradient, job.table.pending.stale
+        return _backends.outside(gradient) or StaleRowsError(_stale_message(stale(gradient.rows), gradient.count))
 
     def _count(self, jobs: Sequence[Job]) -> None:
         all_pending: list[Deferral] = [job.table.pending for job in jobs]
@@ -361,7 +359,7 @@ class DeferredAdam(RowOptimizer):
         for pending, schedule in zip(all_pending, after, strict=True):
             pending.count(schedule)
 
-    def _ran(self, jobs: Sequence[Job], skipped: int) -> None:
+    def _after_launches(self, jobs: Sequence[Job], skipped: int) -> None:
         for job in jobs:
             job.table.pending.accept_writes()
             job.table.pending.sweep()

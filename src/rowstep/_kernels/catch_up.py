@@ -19,14 +19,14 @@ from .._schedule import (
     BETA1_POWERS_AT,
     BETA2_POWERS_AT,
     CAPACITY,
-    COLUMNS,
-    DECAYED_AT,
+    COEFFICIENTS,
     DUST_OF_EPS,
     EBAR,
     EPS,
     FROZEN_AT,
     GROWTH,
     LENGTH,
+    LOG_KEPT_AT,
     M0,
     M2,
     M3,
@@ -35,14 +35,12 @@ from .._schedule import (
     RATE_AT,
     RATIO,
     ROOT_AT,
-    SAFE,
     SCALARS,
+    UNSAFE_UP_TO,
 )
 from .cache import kernel
 from .floats import narrow, store, widen
-from .job import COLUMNS as COLUMN_COUNT
-from .job import M_AT, NOTES_AT, P_AT, U_AT, V_AT
-from .job import ROW_COUNT as TABLE  # the first of a table's words
+from .job import COLUMNS, M_AT, NOTES_AT, P_AT, TABLE_FROM, U_AT, V_AT
 from .pointers import address_of, pointer, prefetch
 from .pool import OverThreads
 from .rounding import first_bits, second_bits, state_key, weights_key
@@ -88,18 +86,18 @@ def catching_up(kind: Kind) -> OverThreads:
         ``table`` holds the table's words of a job. If an id is outside of it, nothing is done, and 0 is returned.
         """
         notes_at, p_at, m_at, v_at, u_at = (
-            table[NOTES_AT - TABLE],
-            table[P_AT - TABLE],
-            table[M_AT - TABLE],
-            table[V_AT - TABLE],
-            table[U_AT - TABLE],
+            table[NOTES_AT - TABLE_FROM],
+            table[P_AT - TABLE_FROM],
+            table[M_AT - TABLE_FROM],
+            table[V_AT - TABLE_FROM],
+            table[U_AT - TABLE_FROM],
         )
-        columns = table[COLUMN_COUNT - TABLE]
+        columns = table[COLUMNS - TABLE_FROM]
         timeline_at, window_at = address_of(timeline), address_of(window)
         words = pointer(timeline_at, types.int64)
         scalars = pointer(timeline_at + SCALARS * 8, types.float64)
         length, capacity = words[LENGTH], words[CAPACITY]
-        decayed, rate = pointer(words[DECAYED_AT], types.float64), pointer(words[RATE_AT], types.float64)
+        log_kept, rate = pointer(words[LOG_KEPT_AT], types.float64), pointer(words[RATE_AT], types.float64)
         correction = pointer(words[ROOT_AT], types.float64)
         beta1_powers = pointer(words[BETA1_POWERS_AT], types.float64)
         beta2_powers = pointer(words[BETA2_POWERS_AT], types.float64)
@@ -108,7 +106,7 @@ def catching_up(kind: Kind) -> OverThreads:
         sums, roots = pointer(scratch_at, N), pointer(scratch_at + scratch.shape[1] * n_size, N)
         p_bytes, m_bytes, v_bytes = columns * p_size, columns * m_size, (1 if is_by_row else columns) * v_size
         dust, zero, one = N(min(normal, scalars[EPS] * DUST_OF_EPS)), N(0), N(1)
-        now = decayed[step % capacity]
+        now = log_kept[step % capacity]
         if ids_at != 0:
             outside, limit = np.uint64(0), np.uint64(table[0])
             for position in range(first, last):
@@ -139,11 +137,11 @@ def catching_up(kind: Kind) -> OverThreads:
             start = np.int64(notes[row])
             gap = step - start
             notes[row] = np.int32(step)
-            kept, aged, count = math.exp(now - decayed[start % capacity]), 1.0, min(gap, length)
-            terms = pointer(window_at + count * COLUMNS * 8, types.float64)
+            kept, aged, count = math.exp(now - log_kept[start % capacity]), 1.0, min(gap, length)
+            terms = pointer(window_at + count * COEFFICIENTS * 8, types.float64)
             if gap > length:
-                terms = pointer(words[FROZEN_AT] + start % capacity * COLUMNS * 8, types.float64)
-                aged = math.exp(now - decayed[(start + length) % capacity])
+                terms = pointer(words[FROZEN_AT] + start % capacity * COEFFICIENTS * 8, types.float64)
+                aged = math.exp(now - log_kept[(start + length) % capacity])
             p, m = pointer(p_at + row * p_bytes, P), pointer(m_at + row * m_bytes, M)
             v, u = pointer(v_at + row * v_bytes, V), pointer(u_at + row * v_bytes, V)
             m_key, p_key = state_key(row, key, rounds_state), weights_key(row, key, rounds_weights)
@@ -169,7 +167,7 @@ def catching_up(kind: Kind) -> OverThreads:
                 root, is_still = math.sqrt(second), True
                 for c in range(columns):
                     is_still &= widen(m[c], N) == zero
-                if terms[SAFE] <= 0 or not second <= terms[SAFE] or is_still:
+                if terms[UNSAFE_UP_TO] <= 0 or not second <= terms[UNSAFE_UP_TO] or is_still:
                     mean = max(terms[EBAR], normal)
                     theta = mean / (root + mean)
                     series = terms[M2] - theta * (terms[M3] - theta * (terms[M4] - theta * terms[M5]))
@@ -178,7 +176,7 @@ def catching_up(kind: Kind) -> OverThreads:
                     move, scale = 1 / (root + normal), 0.0
                     for j in range(1, count + 1):
                         slot = (start + j) % capacity
-                        weight = rate[slot] * math.exp(now - decayed[slot]) * scalars[RATIO] ** j
+                        weight = rate[slot] * math.exp(now - log_kept[slot]) * scalars[RATIO] ** j
                         e = max(scalars[EPS] * correction[slot] * scalars[GROWTH] ** j, normal)
                         scale += weight * ((root + normal) / (root + e))
                 move_n, scale_n = N(move), N(scale)
@@ -190,8 +188,8 @@ def catching_up(kind: Kind) -> OverThreads:
             else:
                 # Whether the series is good enough for every number of this row that still moves. Under amsgrad the
                 # largest second moment divides, and it does not decay.
-                unsafe, bound = False, N(terms[SAFE])
-                if terms[SAFE] > 0:
+                unsafe, bound = False, N(terms[UNSAFE_UP_TO])
+                if terms[UNSAFE_UP_TO] > 0:
                     for c in range(columns):
                         divisor = widen(u[c], N) if has_maximum else widen(v[c], N)
                         unsafe |= (divisor <= bound) & (widen(m[c], N) != zero)
@@ -219,7 +217,7 @@ def catching_up(kind: Kind) -> OverThreads:
                         roots[c] = math.sqrt(widen(u[c], N) if has_maximum else widen(v[c], N))
                     for j in range(1, count + 1):
                         slot = (start + j) % capacity
-                        weight_n = N(rate[slot] * math.exp(now - decayed[slot]) * scalars[RATIO] ** j)
+                        weight_n = N(rate[slot] * math.exp(now - log_kept[slot]) * scalars[RATIO] ** j)
                         e_n = N(max(scalars[EPS] * correction[slot] * scalars[GROWTH] ** j, normal))
                         for c in range(columns):
                             sums[c] += weight_n * (widen(m[c], N) / (roots[c] + e_n))

@@ -8,20 +8,20 @@ from numba import types
 
 from .._schedule import (
     CAPACITY,
-    COLUMNS,
-    DECAYED_AT,
+    COEFFICIENTS,
     EBAR,
     EPS,
     FROZEN_AT,
     GROWTH,
     KEPT_AT,
-    LACKING_AT,
     LARGEST,
+    LOG_KEPT_AT,
+    LOG_KEPT_ERROR_AT,
     RATE_AT,
     ROOT_AT,
-    SAFE,
     SCALARS,
     SMALLEST,
+    UNSAFE_UP_TO,
 )
 from .cache import kernel
 from .pointers import address_of, pointer
@@ -40,7 +40,7 @@ def advance(
     before, after = pointer(address_of(sums), types.float64), pointer(address_of(new_sums), types.float64)
     power, e1 = pointer(address_of(powers), types.float64), pointer(address_of(new_first), types.float64)
     e1_before, terms = pointer(address_of(first), types.float64), pointer(address_of(table), types.float64)
-    for column in range(COLUMNS):
+    for column in range(COEFFICIENTS):
         terms[column] = 0.0
     weight = rate
     for n in range(7):
@@ -53,7 +53,7 @@ def advance(
     for k in range(1, length):
         e1[k] = e1_before[k - 1]
     for k in range(length):
-        here, total, mean, inverse = (k + 1) * COLUMNS, after[k], 1.0, 1.0
+        here, total, mean, inverse = (k + 1) * COEFFICIENTS, after[k], 1.0, 1.0
         if total > 0:
             mean = after[length + k] / total
         # The sums in multiples of the mean; their n-th difference is Mn.
@@ -70,14 +70,14 @@ def advance(
             safe = (ebar * ((rest / tolerance) ** (1 / 6) - 1)) ** 2
         if has_tiny_means and ebar < 1 / LARGEST:
             safe += SMALLEST
-        terms[here + EBAR], terms[here + SAFE] = ebar, safe
+        terms[here + EBAR], terms[here + UNSAFE_UP_TO] = ebar, safe
         is_good = True
-        for column in range(COLUMNS):
+        for column in range(COEFFICIENTS):
             is_good &= abs(terms[here + column]) < LARGEST
         if not is_good:
-            for column in range(COLUMNS):
+            for column in range(COEFFICIENTS):
                 terms[here + column] = 0.0
-            terms[here + SAFE] = math.inf
+            terms[here + UNSAFE_UP_TO] = math.inf
     if number == 0:
         return
     capacity = words[CAPACITY]
@@ -86,10 +86,13 @@ def advance(
     pointer(words[ROOT_AT], types.float64)[slot] = root
     pointer(words[KEPT_AT], types.float64)[slot] = kept
     frozen = pointer(words[FROZEN_AT], types.float64)
-    for column in range(COLUMNS):
-        frozen[leaving * COLUMNS + column] = terms[length * COLUMNS + column]
-    decayed, lacking = pointer(words[DECAYED_AT], types.float64), pointer(words[LACKING_AT], types.float64)
-    addend = math.log(kept) - lacking[before_slot]
-    total = decayed[before_slot] + addend
-    lacking[slot] = (total - decayed[before_slot]) - addend
-    decayed[slot] = total
+    for column in range(COEFFICIENTS):
+        frozen[leaving * COEFFICIENTS + column] = terms[length * COEFFICIENTS + column]
+    log_kept, log_kept_error = (
+        pointer(words[LOG_KEPT_AT], types.float64),
+        pointer(words[LOG_KEPT_ERROR_AT], types.float64),
+    )
+    addend = math.log(kept) - log_kept_error[before_slot]
+    total = log_kept[before_slot] + addend
+    log_kept_error[slot] = (total - log_kept[before_slot]) - addend
+    log_kept[slot] = total

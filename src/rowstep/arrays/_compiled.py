@@ -9,7 +9,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from .._kernels.dense import over_elements
+from .._kernels.elements import over_elements
 from .._kernels.job import BETA1, JOB_WORDS
 from .._kernels.pool import numba_threads
 from .._kernels.rows import Kind, over_rows

@@ -81,7 +81,7 @@ def update(job: Job) -> int:
     changes: list[tuple[Tensor, Tensor]] = []
     step_size: float | Tensor = scalars.step_size
     eps: float | Tensor = scalars.eps
-    if rule.is_per_row:
+    if rule.spec.is_counted:
         count = place.read(slots["row_step"], torch.int64) + 1
         changes.append((slots["row_step"], count))
         step_size, eps = _corrected_by(count, step, dtype)

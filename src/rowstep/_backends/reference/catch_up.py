@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..._schedule import DUST_OF_EPS, EBAR, M0, M2, M3, M4, M5, SAFE, Schedule
+from ..._schedule import DUST_OF_EPS, EBAR, M0, M2, M3, M4, M5, UNSAFE_UP_TO, Schedule
 from ..._state import compute_dtype
 from .adam import RowsOf
 from .rounding import Noise
@@ -50,7 +50,7 @@ def _catch_up(pending: Any, rows: Tensor) -> None:
         m = place.read(slots["exp_avg"], dtype)
         divisor = place.read(slots["max_exp_avg_sq"], dtype) if spec.amsgrad else v
         moves = _move_by_series(m, divisor, terms.to(dtype), aged.to(dtype))
-        bound = terms[:, SAFE : SAFE + 1]
+        bound = terms[:, UNSAFE_UP_TO : UNSAFE_UP_TO + 1]
         unsafe = ((bound > 0) & (divisor <= bound.to(dtype)) & (m != 0)).any(dim=1)
         for step in np.unique(start[unsafe.cpu().numpy()]).tolist():
             these = unsafe & torch.from_numpy(start == step).to(unsafe.device)
