@@ -100,12 +100,12 @@ def test_a_quick_run_reports_who_took_part_and_who_could_not(
 ) -> None:
     broken = Peer("no such package", "torch_steps.NoSuchClass", Rule.LAZY, 12)
     monkeypatch.setattr(catalogue, "STEPS", (ROWSTEP, SPARSE_ADAM, broken))
-    parts = ["zipf-20k", "by-rows", "by-duplicates", "by-threads"]
+    parts = ["zipf-20k", "by-duplicates", "by-threads"]
     assert main(["peers", "--quick", "--threads", "1", "--out", str(tmp_path), "--only", *parts]) == 0
     assert "no such package was left out" in capsys.readouterr().out
     document = json.loads((tmp_path / "peers.json").read_text())
     kinds = [measured["kind"] for measured in document["measurements"]]
-    assert kinds == ["step", "rows", "rows", "duplicates", "duplicates", "threads"]
+    assert kinds == ["step", "duplicates", "duplicates", "threads"]
     step = document["measurements"][0]
     assert set(step["seconds"]) == {ROWSTEP.name, SPARSE_ADAM.name}
     assert "NoSuchClass" in step["left_out"][broken.name]

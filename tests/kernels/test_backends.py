@@ -138,21 +138,6 @@ def test_threads_are_used_as_torch_is_told_to(threads: int, monkeypatch: pytest.
     assert parallel_runs == [2] * (threads - 1)
 
 
-TORCH_STEP = """
-param = torch.nn.Parameter(torch.zeros(5000, 32))
-param.grad = torch.sparse_coo_tensor(torch.arange(5000)[None], torch.ones(5000, 32), check_invariants=True)
-rowstep.SparseAdam([param]).step()
-"""
-
-
-def test_starting_numbas_threads_leaves_torchs_number_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
-    monkeypatch.setenv("NUMBA_NUM_THREADS", "5")
-    before = "import numba, torch, rowstep; torch.set_num_threads(3)\n"
-    printed = python(before + TORCH_STEP + "numba.threading_layer(); print(torch.get_num_threads())")
-    assert printed == "3"
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_table_on_a_gpu(backend: str) -> None:
     on_cpu = table(100, 8)
