@@ -14,7 +14,7 @@ Launches = dict[Any, Any]
 def add(job: Job, launches: Launches) -> None:
     """Add a job to the launch that it can be a part of."""
     table, gradient = job.table, job.gradient
-    if not gradient.count or not gradient.columns:
+    if gradient.is_empty:
         return
     if table.pending is not None:
         job.note = table.pending.schedule.step + 1

@@ -192,14 +192,8 @@ class Path:
 
     def step_with(self, lr: Any, weight_decay: float, number: int) -> _Step:
         """What the ``number``-th step is like. A Tensor lr is computed with in its own dtype, as torch does."""
-        kept = float(1 - lr * weight_decay)
-        if kept <= 0:
-            raise ValueError(
-                f"lr * weight_decay is {float(lr * weight_decay)}; expected less than 1. "
-                "Use a smaller lr or weight_decay"
-            )
         first, root = corrections(*self.betas, self.origin + number, math.sqrt)
-        return float(lr * root / first), root, kept
+        return float(lr * root / first), root, float(1 - lr * weight_decay)
 
     def window_after(self, window: Window, step: _Step) -> Window:
         """The window after one more step."""

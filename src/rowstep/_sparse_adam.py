@@ -103,25 +103,12 @@ class SparseAdam(RowOptimizer):
         differentiable: bool = False,
     ) -> None:
         defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "maximize": maximize,
-            "weight_decay": weight_decay,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "amsgrad": amsgrad,
-            "force_sparse": force_sparse,
-            "bias_correction": bias_correction,
-            "nonfinite": nonfinite,
-            "second_moment": second_moment,
-            "state_dtype": state_dtype,
-            "stochastic_rounding": stochastic_rounding,
-            "seed": seed,
-            "foreach": foreach,
-            "fused": fused,
-            "capturable": capturable,
-            "differentiable": differentiable,
-        }
+            "lr": lr, "betas": betas, "eps": eps, "maximize": maximize, "weight_decay": weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay, "amsgrad": amsgrad, "force_sparse": force_sparse,
+            "bias_correction": bias_correction, "nonfinite": nonfinite, "second_moment": second_moment,
+            "state_dtype": state_dtype, "stochastic_rounding": stochastic_rounding, "seed": seed,
+            "foreach": foreach, "fused": fused, "capturable": capturable, "differentiable": differentiable,
+        }  # fmt: skip
         super().__init__(params, defaults)
         self.skipped_rows = 0
 

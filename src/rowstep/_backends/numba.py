@@ -8,6 +8,7 @@ job its gradient, a table its storages, a schedule's record what it points to.
 from __future__ import annotations
 
 import math
+import operator
 import struct
 from typing import Any
 
@@ -37,6 +38,7 @@ _NO_TYPE = types.float32  # of what a kernel does not touch
 _WORDS = struct.Struct("=6q")  # of a gradient, as ``_kernels/job`` has them
 _TABLE = struct.Struct(f"=3q{8 * (JOB_WORDS - 9)}x")  # a table of which nothing is kept
 _INT64 = np.dtype(np.int64)
+_PARAM = operator.attrgetter("param")
 _NO_JOBS = np.empty(0, _INT64)
 
 
@@ -118,7 +120,7 @@ class Launch:
     def run(self) -> int:
         """Step the rows; return how many were skipped."""
         # Autograd does not see the writes, and must know that what it saved for a backward pass is out of date.
-        note_writes([job.param for job in self.jobs])
+        note_writes(list(map(_PARAM, self.jobs)))
         skipped = launch(self._kernel, self._told, self._room)
         return int(skipped[0]) if skipped.size == 1 else int(skipped.sum())
 

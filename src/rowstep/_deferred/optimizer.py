@@ -120,22 +120,11 @@ class DeferredAdam(RowOptimizer):
     ) -> None:
         self.allow_stale = allow_stale
         defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "second_moment": second_moment,
-            "state_dtype": state_dtype,
-            "stochastic_rounding": stochastic_rounding,
-            "seed": seed,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-        }
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
+            "maximize": maximize, "decoupled_weight_decay": decoupled_weight_decay, "second_moment": second_moment,
+            "state_dtype": state_dtype, "stochastic_rounding": stochastic_rounding, "seed": seed,
+            "foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused,
+        }  # fmt: skip
         super().__init__(params.parameters() if isinstance(params, nn.Module) else params, defaults)
 
     def __del__(self) -> None:
@@ -475,24 +464,11 @@ class DeferredAdamW(DeferredAdam):
         seed: int = 0,
     ) -> None:
         super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=decoupled_weight_decay,
-            allow_stale=allow_stale,
-            second_moment=second_moment,
-            state_dtype=state_dtype,
-            stochastic_rounding=stochastic_rounding,
-            seed=seed,
-        )
+            params, lr, betas, eps, weight_decay, amsgrad, foreach=foreach, maximize=maximize, capturable=capturable,
+            differentiable=differentiable, fused=fused, decoupled_weight_decay=decoupled_weight_decay,
+            allow_stale=allow_stale, second_moment=second_moment, state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding, seed=seed,
+        )  # fmt: skip
 
 
 def _row_count(param: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""Memory that is kept between launches, and when a launch is worth threads."""
+"""Memory that is kept between launches."""
 
 from __future__ import annotations
 
