@@ -39,26 +39,16 @@ class Shape:
     hidden: int = 0  # units of each tower; 0: matrix factorisation, which has none
 
 
-class Model(nn.Module):
+class Factors(nn.Module):
     def __init__(self, data: Interactions, shape: Shape, *, dense: bool) -> None:
+        """``dense`` is the kind of the tables' gradients."""
         super().__init__()
-        self.tables = nn.ModuleList(_table(rows, shape.dim, dense=dense) for rows in (data.users, data.items))
+        first = [FIRST_WEIGHTS * torch.randn(rows, shape.dim) for rows in (data.users, data.items)]
+        self.tables = nn.ModuleList(
+            nn.Embedding(len(each), shape.dim, sparse=not dense, _weight=each) for each in first
+        )
         self.towers = nn.ModuleList()
 
-    def loss(self, batch: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def scores(self) -> Tensor:
-        """Of every user with every item."""
-        raise NotImplementedError
-
-
-def _table(rows: int, dim: int, *, dense: bool) -> nn.Embedding:
-    """``dense`` is the kind of its gradient."""
-    return nn.Embedding(rows, dim, sparse=not dense, _weight=FIRST_WEIGHTS * torch.randn(rows, dim))
-
-
-class Factors(Model):
     def loss(self, batch: Tensor) -> Tensor:
         """Low if each user scores the first item higher than the second."""
         of_users, of_items = self.tables
@@ -67,11 +57,12 @@ class Factors(Model):
         return -nn.functional.logsigmoid(margins).mean()
 
     def scores(self) -> Tensor:
+        """Of every user with every item."""
         of_users, of_items = self.tables.parameters()
         return of_users @ of_items.T
 
 
-class TwoTowers(Model):
+class TwoTowers(Factors):
     def __init__(self, data: Interactions, shape: Shape, *, dense: bool) -> None:
         super().__init__(data, shape, dense=dense)
         self.towers = nn.ModuleList(
