@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from benchmarks.cases import popularity
 from benchmarks.timing import threads
 from rowstep import DeferredAdam, SparseAdam
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 DENSE, DEFERRED, SPARSE = "dense Adam", "DeferredAdam", "SparseAdam"
 COLOURS = {DENSE: "#f2a65a", DEFERRED: "#1b4d7a", SPARSE: "#b5525c"}
@@ -41,9 +39,7 @@ class Problem:
 
     @property
     def about(self) -> str:
-        return (
-            f"{self.users:,} x {self.items:,} matrix of rank {self.dim}, {self.batch} Zipf-distributed ratings a step"
-        )
+        return f"{self.users:,} x {self.items:,} matrix of rank {self.dim}, {self.batch} Zipf-drawn ratings a step"
 
 
 @dataclass

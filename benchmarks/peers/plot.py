@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from benchmarks.contenders import ROOFLINE, ROWSTEP, TORCH
 from benchmarks.peers.curves import LABELS, ROWS, THREADS
 from benchmarks.peers.report import PEERS, TITLES, Outcome, outcomes
 from benchmarks.report import multiple, threads
 from benchmarks.timing import Measurement
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 OURS, SAME_RULE, OTHER_RULE = "#1b4d7a", "#e07b1a", "#8a8f98"
 COLOURS = {ROWSTEP: OURS, TORCH: SAME_RULE, ROOFLINE: OTHER_RULE}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.contenders import state_bytes
 from benchmarks.quality.interactions import Interactions
-from benchmarks.quality.ranking import figures_of, validation_score
+from benchmarks.quality.ranking import FULL_NDCG, figures_of, rank
 from benchmarks.quality.rules import Rule, Settings
 from benchmarks.quality.tuning import Outcome, falling_rate
 
@@ -41,12 +41,10 @@ class Shape:
 
 class Factors(nn.Module):
     def __init__(self, data: Interactions, shape: Shape, *, dense: bool) -> None:
-        """``dense`` is the kind of the tables' gradients."""
         super().__init__()
         first = [FIRST_WEIGHTS * torch.randn(rows, shape.dim) for rows in (data.users, data.items)]
-        self.tables = nn.ModuleList(
-            nn.Embedding(len(each), shape.dim, sparse=not dense, _weight=each) for each in first
-        )
+        tables = [nn.Embedding(len(each), shape.dim, sparse=not dense, _weight=each) for each in first]
+        self.tables = nn.ModuleList(tables)
         self.towers = nn.ModuleList()
 
     def loss(self, batch: Tensor) -> Tensor:
@@ -116,7 +114,8 @@ def train(data: Interactions, shape: Shape, rule: Rule, settings: Settings, seed
     costs = {STEP: 1e3 * stepping / len(batches), TRAINING: time.process_time() - start}
     with torch.no_grad():
         scores = model.scores()
-    return Outcome(validation_score(scores, data), figures_of(scores, data) | costs, state_bytes(of_tables))
+    validation = rank(scores, data.validation, data.train)[FULL_NDCG]
+    return Outcome(validation, figures_of(scores, data) | costs, state_bytes(of_tables))
 
 
 def batches_of(data: Interactions, shape: Shape) -> Iterator[Tensor]:

@@ -148,8 +148,7 @@ def _tune(rule: Rule, trial: Trial, search: Search) -> Tuned:
         mean = statistics.fmean(run.validation for run in runs)
         return mean if math.isfinite(mean) else -math.inf
 
-    first_decay = FIRST_DECAY if rule.decays else 0.0
-    rates = outward(lambda rate: score(Settings(rate, first_decay)), search.rates, search.beyond)
+    rates = outward(lambda rate: score(Settings(rate, FIRST_DECAY * rule.decays)), search.rates, search.beyond)
     rate = _best_of(rates)
     if not rule.decays:
         return Tuned(Settings(rate), rates, {})
