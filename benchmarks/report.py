@@ -9,6 +9,7 @@ from typing import TypeAlias
 from rich.table import Table
 
 from benchmarks.timing import Measurement, Timing
+from rowstep.cli import extras
 
 Ratios: TypeAlias = Mapping[str, tuple[str, str]]  # what is over each column, and the two whose ratio is in it
 
@@ -26,9 +27,7 @@ class Grid:
         return "\n".join(f"| {' | '.join(cells)} |" for cells in (self.headings, rule, *self.lines))
 
     def table(self) -> Table:
-        table = Table(*self.headings[: self.words], title=self.title, caption=self.caption or None)
-        for heading in self.headings[self.words :]:
-            table.add_column(heading, justify="right")
+        table = extras.table(self.title, self.headings[: self.words], self.headings[self.words :], self.caption or None)
         for line in self.lines:
             table.add_row(*line, end_section=any("\n" in cell for cell in line))
         return table

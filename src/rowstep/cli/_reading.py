@@ -44,7 +44,10 @@ class Stored:
         return 0 if self.flaw else math.prod(self.shape) * self.dtype.itemsize
 
 
-def stored(tensor: Tensor) -> Stored:
+def stored(tensor: Any) -> Any:
+    """A tensor as Stored; anything else as it is."""
+    if not isinstance(tensor, Tensor):
+        return tensor
     is_dense = tensor.layout == torch.strided and tensor.is_cpu and not tensor.is_nested and not tensor.is_quantized
     has_numbers = is_dense and tensor.nbytes <= tensor.untyped_storage().nbytes()  # an expanded one may claim any size
     shape = () if tensor.is_nested else tuple(tensor.shape)
