@@ -91,8 +91,7 @@ class Run:
         self.optimizer = kind([self.words.weight, self.contexts.weight], lr=LEARNING_RATE)
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.05, total_iters=steps)
         self.losses: list[float] = []
-        self.optimizer_seconds: list[float] = []
-        self.training_seconds: list[float] = []
+        self.seconds: list[tuple[float, float]] = []  # of each step: the optimizer's, and all
 
     def _loss(self, centres: Tensor, contexts: Tensor) -> Tensor:
         """Tell the true neighbour, which comes first, from the drawn ones."""
@@ -110,8 +109,7 @@ class Run:
         end = time.perf_counter()
         self.schedule.step()
         self.losses.append(loss.item())
-        self.optimizer_seconds.append(end - ready)
-        self.training_seconds.append(end - start)
+        self.seconds.append((end - ready, end - start))
 
     @property
     def recent_loss(self) -> float:
@@ -132,12 +130,12 @@ def _comparison(ours: Run, theirs: Run) -> Any:
     title = "rowstep.SparseAdam and torch.optim.SparseAdam on the same batches"
     table = extras.table(title, ("",), ("rowstep", "torch", "torch / rowstep"))
     table.add_row(f"loss, last {RECENT} steps", f"{ours.recent_loss:.4f}", f"{theirs.recent_loss:.4f}")
-    for what, mine, other in (
-        ("optimizer step", ours.optimizer_seconds, theirs.optimizer_seconds),
-        ("whole training step", ours.training_seconds, theirs.training_seconds),
-        ("first step (compiles, or loads its cache)", ours.optimizer_seconds[:1], theirs.optimizer_seconds[:1]),
-    ):
-        a, b = median(mine), median(other)
+    times = {
+        "optimizer step": [median(step for step, _ in run.seconds) for run in (ours, theirs)],
+        "whole training step": [median(whole for _, whole in run.seconds) for run in (ours, theirs)],
+        "first step (compiles, or loads its cache)": [run.seconds[0][0] for run in (ours, theirs)],
+    }
+    for what, (a, b) in times.items():
         table.add_row(what, f"{a * 1e3:,.2f} ms", f"{b * 1e3:,.2f} ms", f"{b / a:.1f}x")
     weights, others = (torch.stack([run.words.weight, run.contexts.weight]).detach() for run in (ours, theirs))
     what = f"largest difference in weights (≤ {others.abs().max():.1f})"
