@@ -120,12 +120,5 @@ def gradient(case: Case, ids: Tensor, rows: Tensor) -> Tensor:
 def parameters(case: Case) -> list[nn.Parameter]:
     """The same weights at every call. A random block is repeated: drawing 320 million numbers takes seconds."""
     block = torch.randn(min(case.rows, 10_000), case.dim, generator=torch.Generator().manual_seed(1))
-
-    def weights() -> Tensor:
-        table = torch.empty(case.rows, case.dim)
-        for start in range(0, case.rows, len(block)):
-            part = table[start : start + len(block)]
-            part.copy_(block[: len(part)])
-        return table
-
-    return [nn.Parameter(weights()) for _ in range(case.tables)]
+    copies = -(-case.rows // len(block))
+    return [nn.Parameter(block.repeat(copies, 1)[: case.rows]) for _ in range(case.tables)]

@@ -9,12 +9,12 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from rich.console import Console
 
 from benchmarks import pages
 from benchmarks.contenders import DisagreementError
@@ -32,10 +32,6 @@ from rowstep.cli import extras
 from rowstep.cli.extras import positive
 from tests.helpers.ranks import RankError
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from rich.console import Console
-
 SUITES: dict[str, type[Suite]] = {
     "sparse": SparseSuite,
     "deferred": DeferredSuite,
@@ -51,10 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one suite and return its exit code; argparse itself exits with 2 on arguments it does not know."""
     given = sys.argv[1:] if argv is None else list(argv)
     arguments = _parser().parse_args(given, argparse.Namespace(given=given))
-    try:
-        console, figure = extras.console(), pages.figure(10, 7)
-    except extras.CommandError as error:
-        return _fail(1, str(error))
     kind = SUITES[arguments.suite]
     if arguments.threads and kind.own_threads:
         return _fail(2, f"{arguments.suite} {kind.own_threads} and takes no --threads")
@@ -62,24 +54,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     repeats = arguments.repeats or (kind.quick_repeats if arguments.quick else kind.usual_repeats)
     suite = kind(quick=arguments.quick, threads=threads, repeats=repeats, data=arguments.data)
     try:
-        return _run_parts(suite, arguments, console, figure)
+        return _run_parts(suite, arguments, extras.console())
     finally:
         suite.close()
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks",
-        description="Time a step against torch's optimizers and the machine's memory, or see what it learns.",
+    about = "Time a step against torch's optimizers and the machine's memory, or see what it learns."
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=about)
+    suites = (
+        "SparseAdam (default), DeferredAdam, sharded tables, kinds of state, other packages, what models learn with "
+        "less state, or what they learn if only rows with a gradient move"
     )
-    parser.add_argument(
-        "suite",
-        nargs="?",
-        choices=SUITES,
-        default="sparse",
-        help="SparseAdam (default), DeferredAdam, sharded tables, kinds of state, other packages, what models learn "
-        "with less state, or what they learn if only rows with a gradient move",
-    )
+    parser.add_argument("suite", nargs="?", choices=SUITES, default="sparse", help=suites)
     parser.add_argument("--only", nargs="+", metavar="PART", help="parts of the suite, such as zipf-1m or flush")
     threads = "thread counts (default: one, and all cores; not for distributed, quality, lazy)"
     parser.add_argument("--threads", nargs="+", type=positive, help=threads)
@@ -96,7 +83,7 @@ def _fail(code: int, message: str) -> int:
     return code
 
 
-def _run_parts(suite: Suite, arguments: argparse.Namespace, console: Console, figure: Figure) -> int:
+def _run_parts(suite: Suite, arguments: argparse.Namespace, console: Console) -> int:
     parts = list(suite.parts())
     names = [part.name for part in parts]
     if unknown := [name for name in arguments.only or () if name not in names]:
@@ -109,11 +96,11 @@ def _run_parts(suite: Suite, arguments: argparse.Namespace, console: Console, fi
                     part.run()
     except (DataError, DisagreementError, MissingError, RankError) as error:
         return _fail(1, str(error))
-    _write(suite, arguments, console, figure)
+    _write(suite, arguments, console)
     return 0
 
 
-def _write(suite: Suite, arguments: argparse.Namespace, console: Console, figure: Figure) -> None:
+def _write(suite: Suite, arguments: argparse.Namespace, console: Console) -> None:
     bars = [] if suite.quick else suite.bars
     for table in suite.tables():
         console.print(table if isinstance(table, str) else table.table(), soft_wrap=isinstance(table, str))
@@ -130,12 +117,12 @@ def _write(suite: Suite, arguments: argparse.Namespace, console: Console, figure
         "machine": machine(),
         "measurements": [measured.as_json() for measured in suite.measurements],
         **suite.findings,
-        "bars": [asdict(bar) | {"met": bar.met} for bar in bars],
+        "bars": [bar._asdict() | {"met": bar.met} for bar in bars],
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
     written = [arguments.out / f"{suite.file}.json"]
     written[0].write_text(json.dumps(document, indent=1) + "\n")
-    if suite.draw(figure):
+    if suite.draw(figure := pages.figure(10, 7)):
         written.append(arguments.out / f"{suite.file}.png")
         figure.savefig(written[-1])
     console.print("Written:", *written, soft_wrap=True)

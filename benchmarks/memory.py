@@ -17,7 +17,6 @@ from benchmarks.cases import TINY_UNIFORM, TINY_ZIPF, UNIFORM, ZIPF, Case
 from benchmarks.contenders import check_close, state_bytes, stepper, weights
 from benchmarks.report import Grid, times
 from benchmarks.suite import Bar, Part, Suite
-from benchmarks.timing import measure, threads
 from rowstep import SparseAdam
 
 FLOAT32 = "float32"
@@ -54,10 +53,7 @@ class MemorySuite(Suite):
         optimizers = {name: SparseAdam(cases.parameters(case), **kind.options) for name, kind in KINDS.items()}
         pool = cases.gradients(case)
         lineup = [stepper(name, optimizer, pool) for name, optimizer in optimizers.items()]
-        for count in self.threads:
-            with threads(count):
-                measured = measure("step", case.name, case.about, lineup, self.repeats)
-            self.measurements.append(measured)
+        for measured in self.measure("step", case, lineup):
             for name, kind in KINDS.items():
                 if kind.step is not None:
                     self.expect_at_most(f"step, {name} against float32", measured, name, FLOAT32, kind.step)

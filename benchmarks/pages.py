@@ -10,10 +10,9 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from matplotlib.figure import Figure
 
 _PLACE = re.compile(r"(<!-- table: (?P<name>\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
@@ -40,6 +39,4 @@ def write(page: Path, document: Mapping[str, Any], tables: Mapping[str, str]) ->
 
 def figure(width: float, height: float) -> Figure:
     """A figure outside pyplot: no display is needed, and no global state is left behind."""
-    from matplotlib.figure import Figure
-
     return Figure(figsize=(width, height), dpi=144, layout="constrained")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
+
+from rich.table import Table
 
 from benchmarks.timing import Measurement, Timing
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from rowstep.cli import extras
 
 Ratios: TypeAlias = Mapping[str, tuple[str, str]]  # what is over each column, and the two whose ratio is in it
 
@@ -27,11 +27,7 @@ class Grid:
         return "\n".join(f"| {' | '.join(cells)} |" for cells in (self.headings, rule, *self.lines))
 
     def table(self) -> Table:
-        from rich.table import Table
-
-        table = Table(*self.headings[: self.words], title=self.title, caption=self.caption or None)
-        for heading in self.headings[self.words :]:
-            table.add_column(heading, justify="right")
+        table = extras.table(self.title, self.headings[: self.words], self.headings[self.words :], self.caption or None)
         for line in self.lines:
             table.add_row(*line, end_section=any("\n" in cell for cell in line))
         return table

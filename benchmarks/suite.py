@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+from matplotlib.figure import Figure
+
+from benchmarks.cases import Case
 from benchmarks.report import Grid, threads
-from benchmarks.timing import Measurement
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from benchmarks.timing import Contender, Measurement, measure
+from benchmarks.timing import threads as use_threads
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A piece of the suite that can be run on its own; the suite keeps what it measured."""
 
     name: str
     run: Callable[[], None]
 
 
-@dataclass(frozen=True)
-class Bar:
+class Bar(NamedTuple):
     """What rowstep is to reach, and whether this run reached it."""
 
     measure: str
@@ -67,6 +65,16 @@ class Suite(abc.ABC):
 
     def close(self) -> None:  # noqa: B027  # most suites start nothing
         """End what the suite has started."""
+
+    def measure(
+        self, kind: str, case: Case, lineup: Sequence[Contender], about: str = "", repeats: int = 0
+    ) -> Iterator[Measurement]:
+        """A measurement for each number of threads."""
+        for count in self.threads:
+            with use_threads(count):
+                measured = measure(kind, case.name, about or case.about, lineup, repeats or self.repeats)
+            self.measurements.append(measured)
+            yield measured
 
     def of_kind(self, *kinds: str) -> list[Measurement]:
         return [measured for measured in self.measurements if measured.kind in kinds]

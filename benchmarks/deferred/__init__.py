@@ -6,9 +6,10 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from benchmarks import cases
@@ -17,12 +18,8 @@ from benchmarks.contenders import ADAM, TORCH, check_agreement, check_close, giv
 from benchmarks.deferred import factorisation
 from benchmarks.report import Grid, threads, times
 from benchmarks.suite import Part, Suite
-from benchmarks.timing import Contender, Measurement, measure, nothing
-from benchmarks.timing import threads as use_threads
+from benchmarks.timing import Contender, Measurement, nothing
 from rowstep import DeferredAdam, SparseAdam
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 DEFERRED, SPARSE, MADE_DENSE = "DeferredAdam", "rowstep SparseAdam", "torch Adam (dense) with gradient"
 
@@ -91,14 +88,6 @@ class DeferredSuite(Suite):
         self.curves = factorisation.learn(self.sizes.problem)
         self.findings["curves"] = asdict(self.curves)
 
-    def _measure(
-        self, kind: str, case: Case, about: str, lineup: list[Contender], repeats: int
-    ) -> Iterator[Measurement]:
-        for count in self.threads:
-            with use_threads(count):
-                self.measurements.append(measure(kind, case.name, about, lineup, repeats))
-            yield self.measurements[-1]
-
     def _against_sparse(self) -> None:
         case = self.sizes.sparse
         optimizer, _, pool = agreeing_pair(case)
@@ -111,7 +100,7 @@ class DeferredSuite(Suite):
             lineup[-1].warm_up()
             touch_state(each)
         check_agreement(case.name, *pair)
-        for measured in self._measure("step", case, case.about, lineup, self.repeats):
+        for measured in self.measure("step", case, lineup):
             if measured.threads == 1:
                 what = "step and catch-up"
                 self.expect_at_most(f"{what} over SparseAdam", measured, DEFERRED, SPARSE, OVER_SPARSE_ADAM)
@@ -120,7 +109,7 @@ class DeferredSuite(Suite):
     def _against_dense(self) -> None:
         case = self.sizes.dense
         lineup = beside_dense(case, min(self.repeats, DENSE_ROUNDS))
-        for measured in self._measure("step", case, case.about, lineup, self.repeats):
+        for measured in self.measure("step", case, lineup):
             self.expect_faster("step and catch-up vs dense Adam", measured, DEFERRED, MADE_DENSE, VERSUS_DENSE)
 
     def _shares(self) -> None:
@@ -128,7 +117,7 @@ class DeferredSuite(Suite):
         for case in self.sizes.shares:
             lineup = beside_dense(case, self.repeats)
             about = f"{case.size}, {case.share_touched:.0%} of the rows"
-            points += [(case.share_touched, each) for each in self._measure("share", case, about, lineup, self.repeats)]
+            points += [(case.share_touched, each) for each in self.measure("share", case, lineup, about)]
         self.findings["break_even"] = break_evens(points)
 
     def _flush(self) -> None:
@@ -145,7 +134,7 @@ class DeferredSuite(Suite):
             ours.step()
 
         lineup = [Contender(DEFERRED, let_wait, ours.flush), Contender(ADAM, nothing, theirs.step)]
-        for measured in self._measure("flush", case, case.size, lineup, min(self.repeats, FLUSHES)):
+        for measured in self.measure("flush", case, lineup, case.size, min(self.repeats, FLUSHES)):
             self.expect_at_most("flush over a dense step", measured, DEFERRED, ADAM, FLUSH_OVER_DENSE_STEP)
 
     def tables(self) -> Iterator[Grid | str]:

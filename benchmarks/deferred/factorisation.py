@@ -9,19 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from benchmarks.cases import popularity
 from benchmarks.timing import threads
 from rowstep import DeferredAdam, SparseAdam
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 DENSE, DEFERRED, SPARSE = "dense Adam", "DeferredAdam", "SparseAdam"
 COLOURS = {DENSE: "#f2a65a", DEFERRED: "#1b4d7a", SPARSE: "#b5525c"}
@@ -42,9 +39,7 @@ class Problem:
 
     @property
     def about(self) -> str:
-        return (
-            f"{self.users:,} x {self.items:,} matrix of rank {self.dim}, {self.batch} Zipf-distributed ratings a step"
-        )
+        return f"{self.users:,} x {self.items:,} matrix of rank {self.dim}, {self.batch} Zipf-drawn ratings a step"
 
 
 @dataclass
@@ -66,30 +61,24 @@ class Curves:
         )
 
 
-@dataclass(frozen=True)
-class _Ratings:
-    users: Tensor  # (n,)
-    items: Tensor  # (n,)
-    ratings: Tensor  # (n,)
+_Ratings: TypeAlias = tuple[Tensor, Tensor, Tensor]  # users, items and their ratings, each (n,)
 
 
 class _Factors(nn.Module):
     def __init__(self, problem: Problem, *, scale: float, seed: int, sparse: bool) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        self.users, self.items = (
-            nn.Embedding(
-                rows, problem.dim, sparse=sparse, _weight=scale * torch.randn(rows, problem.dim, generator=generator)
-            )
-            for rows in (problem.users, problem.items)
-        )
+        rows, dim = (problem.users, problem.items), problem.dim
+        weights = [scale * torch.randn(count, dim, generator=generator) for count in rows]
+        self.users, self.items = (nn.Embedding(len(each), dim, sparse=sparse, _weight=each) for each in weights)
 
     def forward(self, users: Tensor, items: Tensor) -> Tensor:
         ratings: Tensor = (self.users(users) * self.items(items)).sum(1)
         return ratings
 
     def loss(self, data: _Ratings) -> Tensor:
-        return nn.functional.mse_loss(self(data.users, data.items), data.ratings)
+        *ids, ratings = data
+        return nn.functional.mse_loss(self(*ids), ratings)
 
 
 def learn(problem: Problem) -> Curves:
@@ -126,7 +115,7 @@ def _batches(problem: Problem) -> Iterator[_Ratings]:
     def rated(users: np.ndarray, items: np.ndarray, noise: float) -> _Ratings:
         ids = torch.from_numpy(users), torch.from_numpy(items)
         ratings = planted(*ids)
-        return _Ratings(*ids, ratings + noise * torch.randn(len(ratings), generator=generator))
+        return *ids, ratings + noise * torch.randn(len(ratings), generator=generator)
 
     yield rated(rng.integers(problem.users, size=HELD_OUT), rng.integers(problem.items, size=HELD_OUT), 0.0)
     by_user, by_item = popularity(problem.users), popularity(problem.items)
@@ -137,58 +126,24 @@ def _batches(problem: Problem) -> Iterator[_Ratings]:
 
 def draw(figure: Figure, curves: Curves) -> None:
     losses, distances = figure.subplots(2, sharex=True, height_ratios=[2.2, 1])
+    # Two curves coincide; dense Adam's is a wide band below, so that both are seen.
+    for name, width in ((DENSE, 7), (DEFERRED, 1.5), (SPARSE, 1.5)):
+        losses.plot(curves.steps, curves.losses[name], color=COLOURS[name], linewidth=width, label=name)
+    for name in (SPARSE, DEFERRED):
+        far = curves.distances(name)
+        distances.plot(curves.steps, far, color=COLOURS[name], label=f"{name}: at most {max(far):.1g}")
     for axes in (losses, distances):
-        axes.set_yscale("log")
+        axes.set_yscale("log", nonpositive="mask", subs=(2, 5))  # a distance of 0, as at the start, has no place
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    _draw_losses(losses, curves)
-    _draw_distances(distances, curves)
+        axes.legend(frameon=False)
+    losses.yaxis.set_major_formatter("{x:g}")
+    losses.yaxis.set_minor_formatter("{x:g}")
+    losses.set_ylabel("held-out loss (mean square)\nall users and items alike")
+    distances.set_ylabel("distance to\ndense Adam's loss")
+    distances.set_xlabel("step")
     figure.suptitle(
         "DeferredAdam learns rare rows as dense Adam does: held-out loss of three optimizers,\n"
         f"same batches, same learning rate ({LEARNING_RATE:g}); {curves.about}",
         fontsize=11,
-    )
-
-
-def _draw_losses(axes: Axes, curves: Curves) -> None:
-    # Two curves coincide; dense Adam's is a wide band below, so that both are seen.
-    for name, width in ((DENSE, 7), (DEFERRED, 1.5), (SPARSE, 1.5)):
-        axes.plot(curves.steps, curves.losses[name], color=COLOURS[name], linewidth=width, label=name)
-    middle = len(curves.steps) // 2
-    step = curves.steps[middle]
-    _label(axes, SPARSE, SPARSE, (step, curves.losses[SPARSE][middle]), (8, 6))
-    _label(axes, DEFERRED, f"{DENSE}\nand {DEFERRED}", (step, curves.losses[DEFERRED][middle]), (-8, -6))
-    low, high = axes.get_ylim()
-    between = [digit * 10.0**power for power in range(-9, 2) for digit in (2, 5)]
-    axes.set_yticks([tick for tick in between if low < tick < high], minor=True)
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
-    axes.set_ylabel("held-out loss (mean square)\nall users and items alike")
-    axes.legend(frameon=False)
-
-
-def _draw_distances(axes: Axes, curves: Curves) -> None:
-    for name in (DEFERRED, SPARSE):
-        # No distance at all, as at the start, has no place on a logarithmic axis.
-        points = [(step, far) for step, far in zip(curves.steps, curves.distances(name), strict=True) if far > 0]
-        if points:
-            steps, distances = zip(*points, strict=True)
-            axes.plot(steps, distances, color=COLOURS[name], linewidth=1.5)
-            _label(axes, name, f"{name}: at most {max(distances):.1g}", points[-1], (-1, 9))
-    axes.margins(y=0.25)
-    axes.set_ylabel("distance to\ndense Adam's loss")
-    axes.set_xlabel("step")
-
-
-def _label(axes: Axes, name: str, text: str, point: tuple[float, float], away: tuple[int, int]) -> None:
-    """Write next to a curve, in its colour; `away` are points to the right and up."""
-    right, up = away
-    axes.annotate(
-        text,
-        point,
-        away,
-        textcoords="offset points",
-        color=COLOURS[name],
-        ha="left" if right > 0 else "right",
-        va="bottom" if up > 0 else "top",
     )

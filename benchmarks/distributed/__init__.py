@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from benchmarks.cases import MANY, TINY_MANY, TINY_ZIPF, ZIPF, Case
@@ -69,19 +69,19 @@ class DistributedSuite(Suite):
             yield Part(name, functools.partial(self._time, case, count))
 
     def _balance(self) -> None:
-        found = counts.balance(self.sizes.balance, BALANCED_RANKS, self.sizes.balance_steps)
-        self.findings["balance"] = asdict(found)
-        what = f"busiest of {BALANCED_RANKS} ranks over the mean: {found.about}"
-        self.bars.append(Bar(what, OVER_MEAN_LOAD, found.spread, "x"))
+        self.findings["balance"] = found = counts.balance(self.sizes.balance, BALANCED_RANKS, self.sizes.balance_steps)
+        what = f"busiest of {BALANCED_RANKS} ranks over the mean: {found['about']}"
+        self.bars.append(Bar(what, OVER_MEAN_LOAD, found["spread"], "x"))
 
     def _messages(self) -> None:
         found = [counts.messages(self.ranks, *size, self.sizes.messages_steps) for size in self.sizes.messages]
-        self.findings["messages"] = [asdict(one) | {"off": one.off} for one in found]
+        self.findings["messages"] = found
         for one in found:
-            what = f"collectives per step: {one.tables} table{'s' * (one.tables > 1)}, {one.ranks} ranks"
-            self.bars.append(Bar(what, COLLECTIVES, one.collectives))
-        what = f"bytes sent by a rank, off the formula: {found[-1].tables} tables, {found[-1].ranks} ranks"
-        self.bars.append(Bar(what, FORMULA_OFF, found[-1].off, "%"))
+            what = f"collectives per step: {one['tables']} table{'s' * (one['tables'] > 1)}, {one['ranks']} ranks"
+            self.bars.append(Bar(what, COLLECTIVES, one["collectives"]))
+        most = found[-1]
+        what = f"bytes sent by a rank, off the formula: {most['tables']} tables, {most['ranks']} ranks"
+        self.bars.append(Bar(what, FORMULA_OFF, most["off"], "%"))
 
     def _time(self, case: Case, count: int) -> None:
         measured, stages = training.steps(self.ranks, count, case, self.repeats)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,19 +20,17 @@ WIDTHS = (4, 8, 16, 24, 32, 64)
 FEWEST_ROWS, MOST_ROWS, FEWEST_IDS, MOST_IDS = 100, 100_000, 16, 2_048
 
 
-@dataclass(frozen=True)
-class Balance:
-    about: str
-    spread: float  # load of the busiest rank over the mean, in the worst step
-    blocks: float  # the same, had each rank a block of ids
+def balance(case: Case, ranks: int, steps: int) -> dict[str, Any]:
+    """The load of the busiest rank over the mean, in the worst step: with rows spread, and with blocks of ids.
 
-
-def balance(case: Case, ranks: int, steps: int) -> Balance:
-    """Every rank wants its distinct ids; the load of a rank is how many rows others, and itself, want of it."""
-    batches = [torch.cat([*map(torch.unique, _by_popularity(case, ranks, seed=step))]) for step in range(steps)]
-    about = f"{short(case.rows)} rows, {case.ids:,} Zipf ids per rank, sorted by popularity"
-    orders = RowOrder.spread(case.rows), RowOrder.by_id(case.rows)
-    return Balance(about, *(max(_busiest(wanted, order, ranks) for wanted in batches) for order in orders))
+    Every rank wants its distinct ids; the load of a rank is how many rows others, and itself, want of it.
+    """
+    rng, popular = np.random.default_rng(0), popularity(case.rows)  # the most frequent row has id 0
+    drawn = [popular.searchsorted(rng.random((ranks, case.ids))) for _ in range(steps)]
+    batches = [torch.from_numpy(np.concatenate([*map(np.unique, of_ranks)])) for of_ranks in drawn]
+    orders = {"spread": RowOrder.spread(case.rows), "blocks": RowOrder.by_id(case.rows)}
+    worst = {name: max(_busiest(wanted, order, ranks) for wanted in batches) for name, order in orders.items()}
+    return {"about": f"{short(case.rows)} rows, {case.ids:,} Zipf ids per rank, sorted by popularity", **worst}
 
 
 def _busiest(wanted: Tensor, order: RowOrder, ranks: int) -> float:
@@ -41,30 +39,17 @@ def _busiest(wanted: Tensor, order: RowOrder, ranks: int) -> float:
     return float(load.max() / load.mean())
 
 
-def _by_popularity(case: Case, batches: int, seed: int) -> Iterator[Tensor]:
-    """The most frequent row has id 0."""
-    generator = torch.Generator().manual_seed(seed)
-    draws = torch.rand(batches, case.ids, generator=generator, dtype=torch.float64)
-    yield from torch.searchsorted(torch.from_numpy(popularity(case.rows)), draws).clamp_(max=case.rows - 1)
+def messages(ranks: Ranks, count: int, tables: int, steps: int) -> dict[str, float]:
+    """Collectives per step, of the rank with the most; bytes that a rank sends per step, and docs/scaling.md's formula.
 
-
-@dataclass(frozen=True)
-class Messages:
-    tables: int
-    ranks: int
-    collectives: float  # per step, of the rank with the most
-    sent: float  # bytes per step, mean of the ranks
-    formula: float  # what docs/scaling.md says of them
-
-    @property
-    def off(self) -> float:
-        """Percent."""
-        return 100 * abs(self.sent / self.formula - 1)
-
-
-def messages(ranks: Ranks, count: int, tables: int, steps: int) -> Messages:
-    collectives, sent, formula = zip(*ranks.run(count, _counted, count, tables, steps), strict=True)
-    return Messages(tables, count, max(collectives), statistics.mean(sent), statistics.mean(formula))
+    `off` is how far the formula is off, in percent.
+    """
+    collectives, *volumes = zip(*ranks.run(count, _counted, count, tables, steps), strict=True)
+    sent, formula = map(statistics.mean, volumes)
+    off = 100 * abs(sent / formula - 1)
+    return {
+        "tables": tables, "ranks": count, "collectives": max(collectives), "sent": sent, "formula": formula, "off": off
+    }  # fmt: skip
 
 
 def _counted(rank: int, ranks: int, tables: int, steps: int) -> tuple[float, float, float]:

@@ -9,7 +9,7 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -79,9 +79,7 @@ class Trainer:
         wrap = DistributedDataParallel if way in (TORCH_DDP, DENSE_DDP) else ddp
         self.model: Any = wrap(model, find_unused_parameters=False)
         self.optimizers = list(_optimizers(way, model))
-        self.phases: dict[str, Callable[[], None]] = dict(
-            zip(PHASES, (self._forward, self._backward, self._step), strict=True)
-        )
+        self.phases = dict(zip(PHASES, (self._forward, self._backward, self._step), strict=True))
 
     def step(self) -> None:
         for phase in self.phases.values():
@@ -99,10 +97,11 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.step()
 
+    @torch.no_grad()
     def weights(self) -> Tensor:
         """All tables, by id. All ranks call this together."""
-        tables: Any = self.model.module.tables
-        return torch.cat([_whole(tables[name]) for name in tables])
+        tables: Any = [self.model.module.tables[name] for name in self.model.module.tables]
+        return torch.cat([each.full_weight() if isinstance(each, ShardedEmbedding) else each.weight for each in tables])
 
 
 def _tables(way: str, plain: dict[str, nn.Embedding]) -> nn.Module:
@@ -121,11 +120,6 @@ def _optimizers(way: str, model: Model) -> Iterator[torch.optim.Optimizer]:
         yield torch.optim.Adam(model.parameters(), fused=True)
     else:
         yield DeferredAdam(model) if way == DEFERRED else SparseAdam(model.parameters())
-
-
-def _whole(table: Any) -> Tensor:
-    whole: Tensor = table.full_weight() if isinstance(table, ShardedEmbedding) else table.weight.detach()
-    return whole
 
 
 @dataclass(frozen=True)

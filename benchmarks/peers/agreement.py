@@ -28,10 +28,11 @@ RTOL_OF_MOMENTS = 1e-4  # 1 - beta2 is off by 5e-5 in packages that take beta2 a
 WORDS = {"weights": "weights", "first": "first moments", "second": "second moments"}
 
 Number = TypeVar("Number", bound=np.generic)
-State: TypeAlias = Mapping[str, NDArray[np.float32]]
+Floats: TypeAlias = NDArray[np.float32]
+State: TypeAlias = Mapping[str, Floats]
 
 
-def first_move(peer: Peer, gradient: NDArray[np.float32], rows: int) -> NDArray[np.float32]:
+def first_move(peer: Peer, gradient: Floats, rows: int) -> Floats:
     """What the first step does to a table of so many rows, by its formula; ``gradient`` is of the rows that have one.
 
     lr is 0.001, and eps small beside the gradient. Adam divides the gradient by the root of its own square, and Adagrad
@@ -43,11 +44,9 @@ def first_move(peer: Peer, gradient: NDArray[np.float32], rows: int) -> NDArray[
         moment = squares.mean(1, keepdims=True)
         if peer.rule is Rule.FACTORED:
             moment = moment * squares.sum(0) / np.count_nonzero(moment) / (moment.sum() / rows)
-        moved: NDArray[np.float32] = (-1e-3 * gradient / np.sqrt(np.where(moment > 0, moment, 1))).astype(np.float32)
-        return moved
+        return np.asarray(-1e-3 * gradient / np.sqrt(np.where(moment > 0, moment, 1)), np.float32)
     size = 1e-3 * _correction(1 + peer.ahead) / _correction(1)
-    signs: NDArray[np.float32] = np.sign(gradient) * np.float32(-size)
-    return signs
+    return np.asarray(np.sign(gradient) * -size, np.float32)
 
 
 def _correction(step: int) -> float:
@@ -97,9 +96,7 @@ def sample(rows: NDArray[Number]) -> NDArray[Number]:
     return rows[:: -(-len(rows) // SAMPLE)]
 
 
-def compare(
-    peer: Peer, what: str, found: NDArray[np.float32], expected: NDArray[np.float32], rtol: float = RTOL
-) -> None:
+def compare(peer: Peer, what: str, found: Floats, expected: Floats, rtol: float = RTOL) -> None:
     # NaN is no agreement, so the question is what is close, not what is not.
     if found.shape != expected.shape or not np.allclose(found, expected, rtol=rtol, atol=ATOL):
         off = np.abs(found - expected).max() if found.shape == expected.shape else np.nan

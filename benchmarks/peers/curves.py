@@ -96,15 +96,15 @@ class Point:
         before = self.table.detach()[rows]
         give(self.ours, [gradient])
         self.ours.step()
-        state = self.ours.state[self.table]
-        shared = [self.table.detach(), state["exp_avg"], state["exp_avg_sq"]]
-        ours = [tensor[rows] for tensor in shared]
-        for tensor, was in zip(shared, (before, 0, 0), strict=True):
-            tensor[rows] = was if isinstance(was, Tensor) else torch.zeros(len(rows), case.dim)
-        self.theirs.state[self.table] = {"step": 0, "exp_avg": shared[1], "exp_avg_sq": shared[2]}
+        moments = {name: self.ours.state[self.table][name] for name in ("exp_avg", "exp_avg_sq")}
+        shared = {"weights": self.table.detach(), **moments}
+        ours = {name: tensor[rows] for name, tensor in shared.items()}
+        for name, tensor in shared.items():
+            tensor[rows] = before if name == "weights" else torch.zeros_like(before)
+        self.theirs.state[self.table] = {"step": 0, **moments}
         self.theirs.step()
-        for name, our, tensor in zip(("weights", "exp_avg", "exp_avg_sq"), ours, shared, strict=True):
-            check_close(f"{case.about}: {name}", our, tensor[rows])
+        for name, tensor in shared.items():
+            check_close(f"{case.about}: {name}", ours[name], tensor[rows])
 
 
 def _batches(case: Case) -> int:

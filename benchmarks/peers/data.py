@@ -35,11 +35,7 @@ class Data:
 
     def weights(self) -> NDArray[np.float32]:
         """The weights every table starts with."""
-        table = np.empty((self.rows, self.dim), np.float32)
-        for start in range(0, self.rows, len(self.block)):
-            part = table[start : start + len(self.block)]
-            part[...] = self.block[: len(part)]
-        return table
+        return np.resize(self.block, (self.rows, self.dim))
 
     def weights_of(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         taken: NDArray[np.float32] = self.block[rows % len(self.block)]

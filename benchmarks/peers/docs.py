@@ -10,23 +10,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from benchmarks import pages
 from benchmarks.peers import plot, report
-from benchmarks.peers.curves import LABELS, ROWS
 from benchmarks.timing import Measurement
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 PAGE = Path(__file__).parents[2] / "docs" / "peers.md"
-PICTURES: Sequence[tuple[str, tuple[float, float], set[str], Callable[[Figure, Any], None]]] = (
-    ("peers.png", (14, 9), {"step", "loop"}, plot.draw_peers),
-    ("scaling.png", (13, 7.5), set(LABELS), plot.draw_curves),
-    ("scaling-rows.png", (8, 4), {ROWS}, plot.draw_rows),
+PICTURES = (
+    ("peers.png", (14, 9), plot.draw_peers),
+    ("scaling.png", (13, 7.5), plot.draw_curves),
+    ("scaling-rows.png", (8, 4), plot.draw_rows),
 )
 
 
@@ -42,9 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{given.measured}: {error}", file=sys.stderr)
         return 1
     measurements = [Measurement.from_json(measured) for measured in document["measurements"]]
-    for name, size, kinds, draw_on in PICTURES:
+    for name, size, draw in PICTURES:
         figure = pages.figure(*size)
-        draw_on(figure, [measured for measured in measurements if measured.kind in kinds])
+        draw(figure, measurements)
         figure.savefig(given.page.with_name(name))
     return 0
 

@@ -43,7 +43,7 @@ class Environment:
 
     def _base(self) -> Path:
         for candidate in _interpreters():
-            if self.oldest <= (_version(candidate) or (0, 0)) <= self.newest:
+            if self.oldest <= _version(candidate) <= self.newest:
                 return candidate
         oldest, newest = (".".join(map(str, version)) for version in (self.oldest, self.newest))
         raise MissingError(f"needs a Python from {oldest} to {newest}, and none was found on PATH or in ~/.pyenv")
@@ -59,13 +59,11 @@ def _interpreters() -> Iterator[Path]:
 
 
 @functools.cache
-def _version(interpreter: Path) -> tuple[int, int] | None:
+def _version(interpreter: Path) -> tuple[int, ...]:
+    """Empty if it does not run, or cannot make environments."""
     command = [str(interpreter), "-c", "import sys, ensurepip; print(*sys.version_info[:2])"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return None
-    major, minor = map(int, done.stdout.split())
-    return major, minor
+    return tuple(map(int, done.stdout.split()))
 
 
 def _run(command: list[str]) -> None:

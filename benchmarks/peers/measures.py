@@ -57,13 +57,19 @@ def measure(kind: str, case: Case, peers: Sequence[Peer], crew: Crew, repeats: i
         left_out: dict[str, str] = {}
         for group in groups(others, first, case.weights, free_bytes()):
             workers = list(_open(group, crew, folder, agreement, left_out))
-            timings, lost, load = _timed(workers, repeats)
+            turns = Turns(workers, repeats)
+            with watch(worker.process.pid for worker in workers) as load, no_garbage_collection():
+                turns.take()
+            if first.name in turns.lost:
+                raise MissingError(f"{first.name}: {turns.lost[first.name]}")
+            timings = {name: Timing(tuple(taken)) for name, taken in turns.seconds.items() if name not in turns.lost}
             for worker in workers:
-                if worker.peer.name in lost:
+                if worker.peer.name in turns.lost:
                     crew.dismiss(worker.peer)
                 else:
                     worker.ask("close")
-            yield Measurement(kind, case.name, case.about, crew.threads, timings, left_out | lost, load)
+            reasons = left_out | turns.lost
+            yield Measurement(kind, case.name, case.about, crew.threads, timings, reasons, load.others)
             left_out = {}
 
 
@@ -83,18 +89,6 @@ def _open(
             crew.dismiss(peer)
         else:
             yield worker
-
-
-def _timed(workers: Sequence[Process], repeats: int) -> tuple[dict[str, Timing], dict[str, str], float]:
-    """Times; the reasons of those who failed meanwhile; the share of the machine that other work took."""
-    first = workers[0].peer.name
-    turns = Turns(workers, repeats)
-    with watch(worker.number for worker in workers) as load, no_garbage_collection():
-        turns.take()
-    if first in turns.lost:
-        raise MissingError(f"{first}: {turns.lost[first]}")
-    timings = {name: Timing(tuple(samples)) for name, samples in turns.seconds.items() if name not in turns.lost}
-    return timings, turns.lost, load.others
 
 
 class Turns:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from benchmarks.contenders import ROOFLINE, ROWSTEP, TORCH
 from benchmarks.peers.curves import LABELS, ROWS, THREADS
 from benchmarks.peers.report import PEERS, TITLES, Outcome, outcomes
 from benchmarks.report import multiple, threads
 from benchmarks.timing import Measurement
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 OURS, SAME_RULE, OTHER_RULE = "#1b4d7a", "#e07b1a", "#8a8f98"
 COLOURS = {ROWSTEP: OURS, TORCH: SAME_RULE, ROOFLINE: OTHER_RULE}
@@ -23,20 +21,19 @@ STYLES = ("-", "--", ":")  # by the number of threads
 
 def draw_peers(figure: Figure, measurements: Sequence[Measurement]) -> None:
     """A row of panels for the step and one for the whole loop, with a panel per case."""
-    found = {kind: outcomes(kind, measurements) for kind in PEERS}
-    shown = {kind: list(dict.fromkeys(outcome.about for outcome in of_kind)) for kind, of_kind in found.items()}
-    kinds = [kind for kind in PEERS if shown[kind]]
-    columns = max(len(shown[kind]) for kind in kinds)
-    panels = figure.subplots(len(kinds), columns, squeeze=False, height_ratios=[len(PEERS[kind]) for kind in kinds])
-    for kind, line in zip(kinds, panels, strict=True):
-        for number, axes in enumerate(line):
-            if number >= len(shown[kind]):
-                axes.set_axis_off()
-                continue
-            about = shown[kind][number]
-            _beside(axes, kind, [outcome for outcome in found[kind] if outcome.about == about], named=number == 0)
+    by_case: dict[str, dict[str, list[Outcome]]] = {kind: {} for kind in PEERS}
+    for kind, cases in by_case.items():
+        for outcome in outcomes(kind, measurements):
+            cases.setdefault(outcome.about, []).append(outcome)
+    columns, heights = max(map(len, by_case.values())), [*map(len, PEERS.values())]
+    panels = figure.subplots(len(PEERS), columns, squeeze=False, height_ratios=heights)
+    for (kind, cases), line in zip(by_case.items(), panels, strict=True):
+        for axes, (about, found) in zip(line, cases.items(), strict=False):
+            _beside(axes, kind, found, named=axes is line[0])
             title = [TITLES[kind].split(":")[0], *about.split(", ", 1)]
             axes.set_title("\n".join(title), fontsize=8, loc="left")
+        for axes in line[len(cases) :]:
+            axes.set_axis_off()
     figure.suptitle(
         "How many times as long as rowstep (medians). Orange: the same rule, grey: another. "
         "Filled: one thread, open: more",
@@ -55,14 +52,8 @@ def _beside(axes: Axes, kind: str, found: Sequence[Outcome], *, named: bool) -> 
             filled = colour if outcome.threads == 1 else "none"
             axes.plot(outcome.entries[peer.name].by_median, place, "o", color=colour, markerfacecolor=filled)
         ratios = ", ".join(multiple(outcome.entries[peer.name].by_median) for outcome in measured)
-        axes.annotate(
-            ratios or "left out" * any(peer.name in outcome.left_out for outcome in found),
-            (1, place),
-            xycoords=axes.get_yaxis_transform(),
-            va="center",
-            ha="right",
-            fontsize=7,
-        )
+        shown = ratios or "left out" * any(peer.name in outcome.left_out for outcome in found)
+        axes.text(1, place, shown, transform=axes.get_yaxis_transform(), va="center", ha="right", fontsize=7)
     axes.axvline(1, color=OURS, linewidth=1)
     axes.set_xscale("log")
     low, high = axes.get_xlim()

@@ -32,7 +32,7 @@ class Process:
         command = [str(interpreter), "-m", "benchmarks.peers.worker", f"{CONTESTANTS}.{module}", kind, str(threads)]
         self.log = tempfile.TemporaryFile()  # noqa: SIM115  # closed by end()
         with _on_cores(threads):
-            self.process = subprocess.Popen(
+            self.process: Any = subprocess.Popen(
                 command,
                 cwd=ROOT,
                 env=os.environ | dict.fromkeys(THREADS, str(threads)),
@@ -47,14 +47,8 @@ class Process:
             self.end()
             raise
 
-    @property
-    def number(self) -> int:
-        return self.process.pid
-
     def ask(self, what: str, **arguments: Any) -> dict[str, Any]:
         """Raises MissingError if the worker cannot do it, or has died of it."""
-        assert self.process.stdin
-        assert self.process.stdout
         try:
             self.process.stdin.write(json.dumps({"do": what, "with": arguments}) + "\n")
             self.process.stdin.flush()
@@ -69,8 +63,7 @@ class Process:
         return reply
 
     def turn(self, steps: int, warm_up: float = 0.0) -> list[float]:
-        seconds: list[float] = self.ask("turn", steps=steps, warm_up=warm_up)["seconds"]
-        return seconds
+        return list(self.ask("turn", steps=steps, warm_up=warm_up)["seconds"])
 
     def state(self, table: int, rows: NDArray[np.int64]) -> dict[str, NDArray[np.float32]]:
         with tempfile.TemporaryDirectory() as folder:
@@ -81,10 +74,8 @@ class Process:
                 return dict(arrays)
 
     def end(self) -> None:
-        assert self.process.stdin
-        assert self.process.stdout
-        for pipe in (self.process.stdin, self.process.stdout):
-            pipe.close()
+        self.process.stdin.close()
+        self.process.stdout.close()
         try:
             self.process.wait(timeout=30)
         except subprocess.TimeoutExpired:
@@ -119,11 +110,10 @@ def _on_cores(count: int) -> Iterator[None]:
 
 
 class Crew:
-    """The workers that are alive. They are started when first needed, and stay for the cases that follow.
+    """The workers of one kind of case and one number of threads, which packages take when they start, and keep.
 
-    For one kind of case and one number of threads: packages take that when they start, and keep it.
-
-    `versions` and `missing`, the reasons of those who cannot take part, are by the names of peers, and shared by crews.
+    They are started when first needed, and stay for the cases that follow. `versions` and `missing`, the reasons of
+    those who cannot take part, are by the names of peers, and shared by crews.
     """
 
     def __init__(self, kind: str, threads: int, versions: dict[str, dict[str, str]], missing: dict[str, str]) -> None:

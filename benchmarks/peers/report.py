@@ -25,10 +25,6 @@ class Entry(NamedTuple):
     def by_median(self) -> float:
         return self.timing.median / self.first.median
 
-    @property
-    def by_minimum(self) -> float:
-        return self.timing.min / self.first.min
-
 
 class Outcome:
     """All groups of one case and one number of threads, as one."""
@@ -63,9 +59,8 @@ def grids(measurements: Sequence[Measurement]) -> dict[str, Grid]:
         if any(measured.kind == kind for measured in measurements):
             title = f"times as long as {peers[0].name}, by medians (by minima)"
             made[f"{kind}-ratios"] = _by_peer(kind, measurements, peers[1:], _ratio, title)
-            made[f"{kind}-times"] = _by_peer(
-                kind, measurements, peers, lambda entry: time(entry.timing), "median (min) in ms"
-            )
+            title = "median (min) in ms"
+            made[f"{kind}-times"] = _by_peer(kind, measurements, peers, lambda entry: time(entry.timing), title)
     for axis in LABELS:
         if of_axis := [measured for measured in measurements if measured.kind == axis]:
             made[f"by-{axis}"] = _curve(axis, of_axis)
@@ -105,7 +100,7 @@ def _cell(outcome: Outcome | None, name: str, cell: Callable[[Entry], str]) -> s
 
 
 def _ratio(entry: Entry) -> str:
-    return f"{multiple(entry.by_median)} ({multiple(entry.by_minimum)})"
+    return f"{multiple(entry.by_median)} ({multiple(entry.timing.min / entry.first.min)})"
 
 
 def left_out(kind: str, measurements: Sequence[Measurement]) -> Iterator[str]:
@@ -122,11 +117,9 @@ def contestants(versions: Mapping[str, Mapping[str, str]], missing: Mapping[str,
     """Who was asked, with which versions, and what is to be known about each."""
     lines = []
     for peer in (*STEPS, *LOOPS):
-        if peer.name in versions:
-            found = ", ".join(f"{package} {version}" for package, version in versions[peer.name].items())
-            lines.append([peer.name, peer.rule.value, found, peer.remark])
-        elif peer.name in missing:
-            lines.append([peer.name, peer.rule.value, f"missing: {missing[peer.name]}", peer.remark])
+        found = ", ".join(f"{package} {version}" for package, version in versions.get(peer.name, {}).items())
+        if found or peer.name in missing:
+            lines.append([peer.name, peer.rule.value, found or f"missing: {missing[peer.name]}", peer.remark])
     return Grid("Contestants", ["", "rule", "with", "remark"], lines, words=4)
 
 

@@ -14,7 +14,6 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -38,10 +37,10 @@ class Worker:
         return {"python": platform.python_version()} | {package: version(package) for package in packages}
 
     def open(self, folder: str) -> dict[str, Any]:
-        self.contestant, self.steps = None, 0
-        gc.collect()  # before the next tables are made: there may be room for one set of them only
+        self.close()  # before the next tables are made: there may be room for one set of them only
         kind = getattr(importlib.import_module(self.module), self.name)
         self.contestant = kind(Data.read(Path(folder), self.threads))
+        self.steps = 0
         gc.collect()
         return {}
 
@@ -75,15 +74,6 @@ class Worker:
         return {}
 
 
-def answer(worker: Worker, request: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        reply: dict[str, Any] = getattr(worker, request["do"])(**request["with"])
-    except Exception as error:  # whatever a peer raises is the reason why it does not take part
-        traceback.print_exc()
-        return {"error": f"{type(error).__name__}: {error}"}
-    return reply
-
-
 def main(module: str, name: str, threads: str) -> None:
     # Packages print where they like: replies get a descriptor of their own, and standard output becomes the log.
     replies = os.fdopen(os.dup(1), "w")
@@ -91,7 +81,13 @@ def main(module: str, name: str, threads: str) -> None:
     gc.disable()  # a collection takes milliseconds, and would fall into somebody's turn
     worker = Worker(module, name, int(threads))
     for line in sys.stdin:
-        print(json.dumps(answer(worker, json.loads(line))), file=replies, flush=True)
+        request = json.loads(line)
+        try:
+            reply = getattr(worker, request["do"])(**request["with"])
+        except Exception as error:  # whatever a peer raises is the reason why it does not take part
+            traceback.print_exc()
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), file=replies, flush=True)
     os._exit(0)  # nobody is left to answer, and tearing down large packages takes seconds
 
 

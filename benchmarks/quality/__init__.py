@@ -11,7 +11,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+
+from matplotlib import figure as plt
+from matplotlib.axes import Axes
 
 from benchmarks.quality import models, planted, rules
 from benchmarks.quality.comparison import ratio
@@ -23,10 +25,6 @@ from benchmarks.quality.tuning import Entry, Figure, Search, Trial, compete
 from benchmarks.report import Grid
 from benchmarks.suite import Bar, Part, Suite
 from benchmarks.timing import threads
-
-if TYPE_CHECKING:
-    from matplotlib import figure as plt
-    from matplotlib.axes import Axes
 
 LEAST = 0.99  # of Adam's NDCG of the whole list, which chance moves least
 COLOURS = {Kind.DENSE: "#1b4d7a", Kind.LAZY: "#1b4d7a", Kind.SMALL: "#f2a65a", Kind.PEER: "#b5525c"}
@@ -120,9 +118,7 @@ class QualitySuite(Suite):
         places[0].set_yticks(range(len(labels)), labels)
         places[0].tick_params(axis="y", length=0, labelsize=8)
         places[0].invert_yaxis()
-        figure.suptitle(
-            "Tables trained with less optimizer state: means over seeds, with two standard errors", fontsize=11
-        )
+        figure.suptitle("Tables trained with less optimizer state: means over seeds, two standard errors", fontsize=11)
         return True
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
 import numpy as np
+from scipy.stats import t  # type: ignore[import-untyped]
 
 from benchmarks.quality.tuning import Figure
 
@@ -44,16 +44,5 @@ class Difference(NamedTuple):
 
 def difference(figure: Figure, to: Figure) -> Difference:
     pairs = Figure(tuple(a - b for a, b in zip(figure.values, to.values, strict=True)))
-    around = student(len(pairs.values) - 1) * pairs.standard_error if len(pairs.values) > 1 else math.inf
+    around = t.ppf(0.975, len(pairs.values) - 1) * pairs.standard_error if len(pairs.values) > 1 else math.inf
     return Difference(pairs.mean, pairs.mean - around, pairs.mean + around, max(map(abs, pairs.values)))
-
-
-@functools.cache
-def student(freedom: int) -> float:
-    """Between minus and plus this value lie 95% of Student's t with so many degrees of freedom."""
-    # With t = tan(a) * sqrt(freedom), the density is that of a, cos(a)^(freedom - 1), on a finite interval.
-    angles = np.linspace(0, math.pi / 2, 200_001)
-    density = np.cos(angles) ** (freedom - 1)
-    inside = np.cumsum((density[1:] + density[:-1]) / 2)
-    angle = np.interp(0.95, inside / inside[-1], angles[1:])
-    return math.sqrt(freedom) * math.tan(float(angle))

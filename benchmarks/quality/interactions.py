@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,17 +59,13 @@ def movielens(wheel: Path | None) -> Interactions:
 
 
 def _download() -> Path:
-    CACHE.mkdir(parents=True, exist_ok=True)
-    if not (wheels := _downloaded()):
+    wheel = CACHE / f"{RECBOLE.replace('==', '-')}-py3-none-any.whl"
+    if not wheel.exists():
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(CACHE), RECBOLE]
         done = subprocess.run(pip, capture_output=True, text=True, check=False)
-        if done.returncode or not (wheels := _downloaded()):
+        if done.returncode:
             raise DataError(f"pip could not download {RECBOLE}: {done.stderr.strip()}. Give its wheel with --data")
-    return wheels[0]
-
-
-def _downloaded() -> list[Path]:
-    return sorted(CACHE.glob("recbole-*.whl"))
+    return wheel
 
 
 def parse(lines: Iterable[str]) -> Iterator[tuple[str, str, float]]:
@@ -84,25 +80,18 @@ def parse(lines: Iterable[str]) -> Iterator[tuple[str, str, float]]:
 
 def split(rows: Iterable[tuple[str, str, float]]) -> Interactions:
     """A user with fewer than three interactions is for training only."""
-    user_ids: dict[str, int] = {}
     item_ids: dict[str, int] = {}
-    histories: list[list[tuple[float, int]]] = []
+    histories: dict[str, list[tuple[float, int]]] = {}
     for user, item, time in rows:
-        at = user_ids.setdefault(user, len(user_ids))
-        if at == len(histories):
-            histories.append([])
-        histories[at].append((time, item_ids.setdefault(item, len(item_ids))))
+        histories.setdefault(user, []).append((time, item_ids.setdefault(item, len(item_ids))))
 
     train, validation, test = [], [], []
-    for at, history in enumerate(histories):
+    for at, history in enumerate(histories.values()):
         history.sort(key=lambda met: met[0])  # those of one second stay as they are in the file
         pairs = [(at, item) for _, item in history]
         last = 2 if len(pairs) > 2 else 0
         train += pairs[: len(pairs) - last]
         validation += pairs[len(pairs) - last :][:1]
         test += pairs[len(pairs) - last :][1:]
-    return Interactions(len(user_ids), len(item_ids), *map(_pairs, (train, validation, test)))
-
-
-def _pairs(pairs: Sequence[tuple[int, int]]) -> Tensor:
-    return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
+    parts = (torch.tensor(part, dtype=torch.int64).reshape(-1, 2) for part in (train, validation, test))
+    return Interactions(len(histories), len(item_ids), *parts)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.contenders import state_bytes
 from benchmarks.quality.interactions import Interactions
-from benchmarks.quality.ranking import figures_of, validation_score
+from benchmarks.quality.ranking import FULL_NDCG, figures_of, rank
 from benchmarks.quality.rules import Rule, Settings
 from benchmarks.quality.tuning import Outcome, falling_rate
 
@@ -39,26 +39,14 @@ class Shape:
     hidden: int = 0  # units of each tower; 0: matrix factorisation, which has none
 
 
-class Model(nn.Module):
+class Factors(nn.Module):
     def __init__(self, data: Interactions, shape: Shape, *, dense: bool) -> None:
         super().__init__()
-        self.tables = nn.ModuleList(_table(rows, shape.dim, dense=dense) for rows in (data.users, data.items))
+        first = [FIRST_WEIGHTS * torch.randn(rows, shape.dim) for rows in (data.users, data.items)]
+        tables = [nn.Embedding(len(each), shape.dim, sparse=not dense, _weight=each) for each in first]
+        self.tables = nn.ModuleList(tables)
         self.towers = nn.ModuleList()
 
-    def loss(self, batch: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def scores(self) -> Tensor:
-        """Of every user with every item."""
-        raise NotImplementedError
-
-
-def _table(rows: int, dim: int, *, dense: bool) -> nn.Embedding:
-    """``dense`` is the kind of its gradient."""
-    return nn.Embedding(rows, dim, sparse=not dense, _weight=FIRST_WEIGHTS * torch.randn(rows, dim))
-
-
-class Factors(Model):
     def loss(self, batch: Tensor) -> Tensor:
         """Low if each user scores the first item higher than the second."""
         of_users, of_items = self.tables
@@ -67,11 +55,12 @@ class Factors(Model):
         return -nn.functional.logsigmoid(margins).mean()
 
     def scores(self) -> Tensor:
+        """Of every user with every item."""
         of_users, of_items = self.tables.parameters()
         return of_users @ of_items.T
 
 
-class TwoTowers(Model):
+class TwoTowers(Factors):
     def __init__(self, data: Interactions, shape: Shape, *, dense: bool) -> None:
         super().__init__(data, shape, dense=dense)
         self.towers = nn.ModuleList(
@@ -125,7 +114,8 @@ def train(data: Interactions, shape: Shape, rule: Rule, settings: Settings, seed
     costs = {STEP: 1e3 * stepping / len(batches), TRAINING: time.process_time() - start}
     with torch.no_grad():
         scores = model.scores()
-    return Outcome(validation_score(scores, data), figures_of(scores, data) | costs, state_bytes(of_tables))
+    validation = rank(scores, data.validation, data.train)[FULL_NDCG]
+    return Outcome(validation, figures_of(scores, data) | costs, state_bytes(of_tables))
 
 
 def batches_of(data: Interactions, shape: Shape) -> Iterator[Tensor]:

@@ -60,7 +60,8 @@ class Scored:
 
 def learn(problem: Problem, rule: Rule, settings: Settings, seed: int) -> Outcome:
     generator = torch.Generator().manual_seed(seed)
-    scales = _scales(problem.dim)
+    # Of a direction's elements; the mean square of its product with a planted row is 1.
+    scales = nn.functional.normalize(torch.logspace(0, 1, problem.dim, base=1 / LONGEST_OVER_SHORTEST), dim=0)
     planted = torch.randn(problem.rows, problem.dim, generator=generator)
     draw = _drawing(planted, scales, generator, seed)
     held_out = draw(HELD_OUT)
@@ -71,14 +72,11 @@ def learn(problem: Problem, rule: Rule, settings: Settings, seed: int) -> Outcom
         draw(problem.batch).error(table).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     with torch.no_grad():
-        left = ((table.weight - planted) * scales).square().sum(1)
-        return Outcome(-held_out.error(table).item(), _errors(problem, left), state_bytes(optimizer))
-
-
-def _scales(dim: int) -> Tensor:
-    """Of a direction's elements; the mean square of its product with a planted row is 1."""
-    scales = torch.logspace(0, 1, dim, base=1 / LONGEST_OVER_SHORTEST)
-    return nn.functional.normalize(scales, dim=0)
+        of_rows = ((table.weight - planted) * scales).square().sum(1)  # the mean squared error of every row
+        shares = torch.from_numpy(np.diff(popularity(problem.rows), prepend=0))
+        parts = {HEAD: slice(None, problem.head), TAIL: slice(problem.head, None)}
+        errors = {name: ((shares * of_rows)[part].sum() / shares[part].sum()).item() for name, part in parts.items()}
+        return Outcome(-held_out.error(table).item(), errors, state_bytes(optimizer))
 
 
 def _drawing(planted: Tensor, scales: Tensor, generator: torch.Generator, seed: int) -> Callable[[int], Scored]:
@@ -92,10 +90,3 @@ def _drawing(planted: Tensor, scales: Tensor, generator: torch.Generator, seed: 
         return Scored(rows, directions, (planted[rows] * directions).sum(1) + noise)
 
     return draw
-
-
-def _errors(problem: Problem, left: Tensor) -> dict[str, float]:
-    """``left`` is the mean squared error of every row."""
-    shares = torch.from_numpy(np.diff(popularity(problem.rows), prepend=0))
-    parts = {HEAD: slice(None, problem.head), TAIL: slice(problem.head, None)}
-    return {name: ((shares * left)[part].sum() / shares[part].sum()).item() for name, part in parts.items()}

@@ -44,11 +44,6 @@ def rank(scores: Tensor, wanted: Tensor, met: Tensor) -> dict[str, float]:
     return {name: figure.mean(dtype=torch.float64).item() for name, figure in found.items()}
 
 
-def validation_score(scores: Tensor, data: Interactions) -> float:
-    """What chooses learning rates."""
-    return rank(scores, data.validation, data.train)[FULL_NDCG]
-
-
 def figures_of(scores: Tensor, data: Interactions) -> dict[str, float]:
     """Of all users, and of those whose item is one of the tail."""
     met = torch.cat([data.train, data.validation])

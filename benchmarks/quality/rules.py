@@ -8,7 +8,7 @@ from enum import Enum
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rowstep import DeferredAdam, DeferredAdamW, SparseAdam
 
@@ -59,21 +59,15 @@ class RowwiseAdagrad(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "eps": eps})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        if closure is not None:
-            raise ValueError("a closure was given; expected none")
-        for group in self.param_groups:
-            for table in group["params"]:
-                if table.grad is not None:
-                    self._step_rows(table, table.grad.coalesce(), group["lr"], group["eps"])
-
-    def _step_rows(self, table: nn.Parameter, gradient: Tensor, lr: float, eps: float) -> None:
-        rows, values = gradient.indices()[0], gradient.values()
-        state = self.state[table]
-        if not state:
-            state["sum"] = torch.zeros(len(table))
-        state["sum"].index_add_(0, rows, values.square().mean(1))
-        table.index_add_(0, rows, values / state["sum"][rows].sqrt_().add_(eps).unsqueeze(1), alpha=-lr)
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        for table in group["params"]:
+            gradient = table.grad.coalesce()
+            rows, values = gradient.indices()[0], gradient.values()
+            total = self.state[table].setdefault("sum", torch.zeros(len(table)))
+            total.index_add_(0, rows, values.square().mean(1))
+            rates = group["lr"] / total[rows].sqrt_().add_(group["eps"])
+            table.index_add_(0, rows, values * rates.unsqueeze(1), alpha=-1)
 
 
 _bfloat16 = partial(SparseAdam, state_dtype=torch.bfloat16)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -100,6 +100,11 @@ class Entry:
     figures: dict[str, Figure]
     state_bytes_per_weight: float
 
+    @classmethod
+    def of(cls, rule: Rule, tuned: Tuned, runs: Sequence[Outcome]) -> Entry:
+        figures = {name: Figure(tuple(run.figures[name] for run in runs)) for name in runs[0].figures}
+        return cls(rule.name, rule.like, tuned, figures, runs[0].state_bytes_per_weight)
+
     def as_json(self) -> dict[str, Any]:
         settings = self.tuned.settings
         return {
@@ -134,12 +139,7 @@ def compete(rules: Sequence[Rule], trial: Trial, search: Search, seeds: int) -> 
     for seed in range(seeds):
         for rule in rules:
             runs[rule.name].append(trial(rule, tuned[rule.name].settings, seed))
-    return [_entry(rule, tuned[rule.name], runs[rule.name]) for rule in rules]
-
-
-def _entry(rule: Rule, tuned: Tuned, runs: Sequence[Outcome]) -> Entry:
-    figures = {name: Figure(tuple(run.figures[name] for run in runs)) for name in runs[0].figures}
-    return Entry(rule.name, rule.like, tuned, figures, runs[0].state_bytes_per_weight)
+    return [Entry.of(rule, tuned[rule.name], runs[rule.name]) for rule in rules]
 
 
 def _tune(rule: Rule, trial: Trial, search: Search) -> Tuned:
@@ -148,21 +148,17 @@ def _tune(rule: Rule, trial: Trial, search: Search) -> Tuned:
         mean = statistics.fmean(run.validation for run in runs)
         return mean if math.isfinite(mean) else -math.inf
 
-    first_decay = FIRST_DECAY if rule.decays else 0.0
-    rates = outward(lambda rate: score(Settings(rate, first_decay)), search.rates, search.beyond)
+    rates = outward(lambda rate: score(Settings(rate, FIRST_DECAY * rule.decays)), search.rates, search.beyond)
     rate = _best_of(rates)
     if not rule.decays:
         return Tuned(Settings(rate), rates, {})
-    decays = outward(lambda decay: score(Settings(rate, decay)), DECAYS, search.beyond, {first_decay: rates[rate]})
+    decays = outward(lambda decay: score(Settings(rate, decay)), DECAYS, search.beyond)
     return Tuned(Settings(rate, _best_of(decays)), rates, decays)
 
 
-def outward(
-    score: Callable[[float], float], first: Sequence[float], beyond: int, known: Mapping[float, float] | None = None
-) -> Scores:
+def outward(score: Callable[[float], float], first: Sequence[float], beyond: int) -> Scores:
     """The scores of ``first`` and of as many values beyond as it takes for the best to be no end of them."""
-    known, factor = known or {}, first[1] / first[0]
-    tried = {value: known[value] if value in known else score(value) for value in first}
+    tried, factor = {value: score(value) for value in first}, first[1] / first[0]
     for _ in range(beyond):
         best = _best_of(tried)
         if not _is_end(best, tried):
@@ -176,9 +172,8 @@ def _best_of(scores: Mapping[float, float]) -> float:
     return max(scores, key=lambda value: scores[value])
 
 
-def _is_end(value: float, tried: Iterable[float]) -> bool:
-    values = list(tried)
-    return bool(values) and value in (min(values), max(values))
+def _is_end(value: float, tried: Scores) -> bool:
+    return bool(tried) and value in (min(tried), max(tried))
 
 
 def falling_rate(optimizer: torch.optim.Optimizer, steps: int) -> Iterator[int]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks import cases
 from benchmarks.cases import LONG, MANY, SMALL, TINY_MANY, TINY_UNIFORM, TINY_ZIPF, UNIFORM, ZIPF, Case, short
@@ -25,6 +24,7 @@ QUICK = dict.fromkeys((TINY_ZIPF, TINY_UNIFORM, TINY_MANY), (0, 0))
 OVER_ROOFLINE = 1.4
 OVER_DENSE_ADAM = 1.1
 PEAK_BYTES_PER_ID = 64
+LAYERS = ((256, 512), (512, 512), (512, 10))  # of the network with dense gradients
 FIRST_STEP = {"cold": 6, "cached": 1}  # seconds
 
 
@@ -46,10 +46,9 @@ class SparseSuite(Suite):
 
     def _memory(self) -> None:
         rows, ids = ((20_000,), 16_384) if self.quick else ((100_000, 1_000_000, 4_000_000), 65_536)
-        peaks = fresh.peak_memory(rows, ids)
-        self.findings["peak_memory_bytes_per_id"] = [asdict(peak) for peak in peaks]
+        self.findings["peak_memory_bytes_per_id"] = peaks = fresh.peak_memory(rows, ids)
         if peaks:
-            worst = max(peak.rowstep for peak in peaks)
+            worst = max(peak["rowstep"] for peak in peaks)
             self.bars.append(Bar("peak extra memory of a step, per id", PEAK_BYTES_PER_ID, worst, " B"))
 
     def _steps(self, case: Case, faster_by: tuple[float, float]) -> None:
@@ -77,7 +76,8 @@ class SparseSuite(Suite):
             "256-512-512-10 network": lambda: nn.Sequential(*(nn.Linear(*size) for size in LAYERS)),
         }
         for about, model in models.items():
-            ours, theirs = (_with_dense_gradients(model, make) for make in (SparseAdam, _fused))
+            fused = functools.partial(torch.optim.Adam, fused=True)
+            ours, theirs = (_with_dense_gradients(model, make) for make in (SparseAdam, fused))
             with threads(max(self.threads)):
                 lineup = [Contender(ROWSTEP, nothing, ours.step), Contender(ADAM, nothing, theirs.step)]
                 for contender in lineup:
@@ -102,13 +102,6 @@ class SparseSuite(Suite):
                 f"First step of a fresh interpreter: {found['cold']:.2f} s, and {found['cached']:.2f} s with the "
                 "kernels cached."
             )
-
-
-LAYERS = ((256, 512), (512, 512), (512, 10))
-
-
-def _fused(parameters: Iterator[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, fused=True)
 
 
 def _with_dense_gradients(model: Callable[[], nn.Module], make: Callable[..., torch.optim.Optimizer]) -> Any:

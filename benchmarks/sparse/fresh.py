@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,6 @@ DIM = 64
 STEPS = 3  # peaks are taken over these
 
 
-@dataclass(frozen=True)
-class PeakMemory:
-    rows: int
-    rowstep: float  # bytes per id
-    torch: float
-
-
 def first_step() -> dict[str, float]:
     """Seconds with kernels compiled and with kernels loaded, and the share of the machine that other work took."""
     with tempfile.TemporaryDirectory() as cache, watch() as load:
@@ -44,31 +36,29 @@ def first_step() -> dict[str, float]:
     return {"cold": cold, "cached": cached, "others": load.others}
 
 
-def peak_memory(rows: Sequence[int], ids: int) -> list[PeakMemory]:
-    """Nothing where the system cannot tell: resetting the peak is Linux's alone."""
+def peak_memory(rows: Sequence[int], ids: int) -> list[dict[str, float]]:
+    """In bytes per id; nothing where the system cannot tell: resetting the peak is Linux's alone."""
     if not sys.platform.startswith("linux"):
         return []
     # A process for each: workspace that is kept for the next step must not serve the next table.
-    return [PeakMemory(count, *in_fresh_interpreter("memory", ids, count)) for count in rows]
+    return [{"rows": count, **in_fresh_interpreter("memory", ids, count)} for count in rows]
 
 
 def in_fresh_interpreter(*arguments: object, **environment: str) -> Any:
-    command = [sys.executable, "-c", "from benchmarks.sparse import fresh; fresh.main()", *map(str, arguments)]
+    program = "import json, sys; from benchmarks.sparse import fresh; print(json.dumps(fresh.answer(*sys.argv[1:])))"
+    command = [sys.executable, "-c", program, *map(str, arguments)]
     env = os.environ | environment
     done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(done.stdout)
 
 
-def main() -> None:
-    print(json.dumps(answer(*sys.argv[1:])))
-
-
-def answer(what: str, *arguments: str) -> float | list[float]:
-    """In the fresh interpreter. Peaks are rowstep's, then torch's."""
+def answer(what: str, *arguments: str) -> float | dict[str, float]:
+    """In the fresh interpreter."""
     if what == "first-step":
         return _first_step()
     ids, rows = map(int, arguments)
-    return [_peak(kind, ids, rows) / ids for kind in (SparseAdam, torch.optim.SparseAdam)]
+    kinds = {"rowstep": SparseAdam, "torch": torch.optim.SparseAdam}
+    return {name: _peak(kind, ids, rows) / ids for name, kind in kinds.items()}
 
 
 def _first_step() -> float:

@@ -15,23 +15,16 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from llvmlite import ir
 from numba import prange, types
-from numba.core import cgutils
-from numba.extending import intrinsic
-from numba.np.numpy_support import carray
 from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.contenders import ROOFLINE, weights
 from benchmarks.timing import Contender
+from rowstep._kernels.pointers import CACHE_LINE, pointer, prefetch
 
+address_as: Any = pointer  # Numba's stubs do not know what an intrinsic takes
 AHEAD = 8  # occurrences between a prefetch and its use; 4 to 32 measured alike
-LINE = 64  # bytes that one prefetch brings
-
-# Numba's stubs leave these two without types.
-insert: Any = cgutils.get_or_insert_function
-Pointer: Any = types.CPointer
 
 
 @dataclass(frozen=True)
@@ -79,35 +72,6 @@ def contender(optimizer: torch.optim.Optimizer, gradients: Sequence[Sequence[Ten
     return Contender(ROOFLINE, prepare, run)
 
 
-def _prefetch(write: int) -> Any:
-    def declare(_typing: Any, _address: Any) -> Any:
-        def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-            pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-            kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
-            fetch = insert(builder.module, kind, "llvm.prefetch.p0")
-            keep, data = number(3), number(1)
-            builder.call(fetch, [builder.inttoptr(arguments[0], pointer), number(write), keep, data])
-            return context.get_dummy_value()
-
-        return types.void(types.intp), emit
-
-    return intrinsic(declare)
-
-
-def _declare_floats_at(_typing: Any, _address: Any) -> Any:
-    pointer = Pointer(types.float32)
-
-    def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(pointer))
-
-    return pointer(types.intp), emit
-
-
-_fetch: Any = _prefetch(write=0)
-_fetch_to_write: Any = _prefetch(write=1)
-_floats_at: Any = intrinsic(_declare_floats_at)
-
-
 def _move_part(
     g: int, p: int, m: int, v: int, rows: Any, order: Any, here: int, end: int, dim: int, zero: float
 ) -> None:
@@ -118,20 +82,17 @@ def _move_part(
         while here < end and rows[here] == row:
             soon = here + AHEAD
             if soon < end:
-                for byte in range(0, width, LINE):
-                    _fetch(g + order[soon] * width + byte)
+                prefetch(g + order[soon] * width, width)
                 if rows[soon] != rows[soon - 1]:
-                    for byte in range(rows[soon] * width, (rows[soon] + 1) * width, LINE):
-                        _fetch_to_write(p + byte)
-                        _fetch_to_write(m + byte)
-                        _fetch_to_write(v + byte)
-            gradient = carray(_floats_at(g + order[here] * width), dim)
-            for i in range(0, dim, LINE // 4):
+                    for table in (p, m, v):
+                        prefetch(table + rows[soon] * width, width)
+            gradient = address_as(g + order[here] * width, types.float32)
+            for i in range(0, dim, CACHE_LINE // 4):
                 seen += gradient[i]
             here += 1
         for table in (p, m, v):
-            weights = carray(_floats_at(table + row * width), dim)
-            for i in range(0, dim, LINE // 4):
+            weights = address_as(table + row * width, types.float32)
+            for i in range(0, dim, CACHE_LINE // 4):
                 weights[i] += zero * seen
 
 

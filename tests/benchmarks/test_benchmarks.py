@@ -37,7 +37,7 @@ def test_quick_bench_writes_all_measurements(
 ) -> None:
     asked = []
 
-    def here(what: str, *arguments: object, **environment: str) -> float | list[float]:
+    def here(what: str, *arguments: object, **environment: str) -> float | dict[str, float]:
         """In this interpreter: a fresh one imports torch for seconds."""
         asked.append((what, environment))
         return fresh.answer(what, *map(str, arguments))

@@ -14,7 +14,7 @@ import torch
 from benchmarks import pages, quality
 from benchmarks.command import main
 from benchmarks.quality import interactions, planted, rules, tuning
-from benchmarks.quality.comparison import difference, ratio, student
+from benchmarks.quality.comparison import difference, ratio
 from benchmarks.quality.interactions import HEADINGS, MEMBER, Interactions
 from benchmarks.quality.lazy import RATES, findings, page, rounding
 from benchmarks.quality.lazy.findings import QUICK, Finding, rarity
@@ -210,7 +210,6 @@ def test_comparisons_are_of_pairs() -> None:
     around = 4.3027 * 2 / math.sqrt(3)
     assert found == pytest.approx((2, 2 - around, 2 + around, 4), rel=1e-4)
     assert found.over(2).high == pytest.approx(found.high / 2)
-    assert [student(freedom) for freedom in (1, 2, 9, 30)] == pytest.approx([12.706, 4.3027, 2.2622, 2.0423], rel=1e-4)
 
 
 @pytest.mark.parametrize("rule", BESIDE_ADAM, ids=lambda rule: rule.name)

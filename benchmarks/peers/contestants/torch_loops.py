@@ -16,16 +16,14 @@ from benchmarks.peers.data import Data
 class Loop:
     def __init__(self, data: Data, make: Callable[[Iterable[Tensor]], torch.optim.Optimizer]) -> None:
         torch.set_num_threads(data.threads)
-        self.bags = nn.ModuleList(self._bag(data) for _ in data.ids[0])
+        self.tables = [torch.from_numpy(data.weights()) for _ in data.ids[0]]
+        make_bag = partial(nn.EmbeddingBag.from_pretrained, freeze=False, mode="sum", sparse=True)
+        self.bags = nn.ModuleList(map(make_bag, self.tables))
         bags_of_ids = data.ids.reshape(*data.ids.shape[:2], -1, data.bag)
         self.ids = [list(batch) for batch in torch.from_numpy(bags_of_ids)]
         self.values = [list(batch) for batch in torch.from_numpy(data.values)]
         self.optimizer = make(self.bags.parameters())
         self.number = 0
-
-    def _bag(self, data: Data) -> nn.EmbeddingBag:
-        weight = nn.Parameter(torch.from_numpy(data.weights()))
-        return nn.EmbeddingBag(data.rows, data.dim, mode="sum", sparse=True, _weight=weight)
 
     def prepare(self, number: int) -> None:
         self.number = number % len(self.ids)
@@ -37,9 +35,7 @@ class Loop:
         self.optimizer.step()
 
     def state(self, table: int, rows: NDArray[np.int64]) -> dict[str, NDArray[np.float32]]:
-        bag = self.bags[table]
-        assert isinstance(bag, nn.EmbeddingBag)
-        return {"weights": bag.weight.detach()[rows].numpy()}
+        return {"weights": self.tables[table][rows].numpy()}
 
 
 SparseAdam = partial(Loop, make=torch.optim.SparseAdam)

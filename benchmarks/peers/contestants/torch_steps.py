@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from benchmarks.peers.data import Data
 
-Rows: TypeAlias = NDArray[np.int64]
-State: TypeAlias = dict[str, NDArray[np.float32]]
 Maker: TypeAlias = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 
 LR, BETA1, BETA2, EPS = 1e-3, 0.9, 0.999, 1e-8
@@ -27,15 +25,15 @@ class Tables:
     def __init__(self, data: Data, make: Maker | None = None) -> None:
         torch.set_num_threads(data.threads)
         self.params = [nn.Parameter(torch.from_numpy(data.weights())) for _ in range(data.tables)]
-        self.optimizer = make(self.params) if make else None
+        self.optimizer: Any = make(self.params) if make else None
+        self.kept: Any = self.optimizer.state if self.optimizer else {}
 
     def run(self) -> None:
-        assert self.optimizer
         self.optimizer.step()
 
-    def state(self, table: int, rows: Rows) -> State:
+    def state(self, table: int, rows: NDArray[np.int64]) -> dict[str, NDArray[np.float32]]:
         param = self.params[table]
-        kept = self.optimizer.state[param] if self.optimizer else {}
+        kept = self.kept.get(param, {})
         found = {"weights": param, "first": kept.get("exp_avg"), "second": kept.get("exp_avg_sq")}
         return {name: tensor.detach()[rows].numpy() for name, tensor in found.items() if isinstance(tensor, Tensor)}
 
@@ -86,26 +84,22 @@ class DglStyle(Sparse):
 
     def __init__(self, data: Data) -> None:
         super().__init__(data)
-        self.moments = [(torch.zeros_like(param), torch.zeros_like(param)) for param in self.params]
+        names = ("exp_avg", "exp_avg_sq")
+        self.kept = {param: {name: torch.zeros(param.shape) for name in names} for param in self.params}
         self.steps = 0
 
     @torch.no_grad()
     def run(self) -> None:
         self.steps += 1
         size = LR * math.sqrt(1 - BETA2**self.steps) / (1 - BETA1**self.steps)
-        for param, (first, second) in zip(self.params, self.moments, strict=True):
-            gradient: Any = param.grad
+        for param, moments in self.kept.items():
+            gradient, (first, second) = param.grad, moments.values()
             rows, places = torch.unique(gradient._indices()[0], return_inverse=True)
             summed = torch.zeros(len(rows), param.shape[1]).index_add_(0, places, gradient._values())
             m = first[rows].mul_(BETA1).add_(summed, alpha=1 - BETA1)
             v = second[rows].mul_(BETA2).addcmul_(summed, summed, value=1 - BETA2)
             first[rows], second[rows] = m, v
             param[rows] -= m.mul_(size).div_(v.sqrt_().add_(EPS))
-
-    def state(self, table: int, rows: Rows) -> State:
-        first, second = self.moments[table]
-        found = {"weights": self.params[table].detach(), "first": first, "second": second}
-        return {name: tensor[rows].numpy() for name, tensor in found.items()}
 
 
 class Ember(Dense):

@@ -12,7 +12,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.figure import Figure
 
 from benchmarks.quality import models
 from benchmarks.quality.interactions import Interactions, movielens
@@ -24,9 +26,6 @@ from benchmarks.quality.tuning import Search, compete
 from benchmarks.report import Grid
 from benchmarks.suite import Bar, Part, Suite
 from benchmarks.timing import threads
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 RATES = (0.005, 0.01, 0.02)
 FULL, QUICK = Search(RATES, beyond=6, seeds=2), Search(RATES, beyond=1, seeds=1)
@@ -55,7 +54,7 @@ class LazySuite(Suite):
         with threads(1):  # the tables are small: handing work to a second thread costs more than the work
             entries = compete((*BESIDE_ADAM, *CONTROLS), trial, self.search, self.repeats)
         rare = rarity(problem.shape, self.interactions)
-        finding = Finding(problem.name, problem.title, problem.about, rare, entries)
+        finding = Finding(problem.name, problem.about, rare, entries)
         self.found.append(finding)
         self.findings |= {
             "seeds": self.repeats,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -74,7 +74,6 @@ def rarity(shape: Shape, data: Interactions) -> Rarity:
 @dataclass(frozen=True)
 class Finding:
     problem: str
-    title: str
     about: str
     rarity: Rarity
     entries: Sequence[Entry]
@@ -100,7 +99,10 @@ class Finding:
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Finding:
         entries = [Entry.from_json(entry) for entry in found["entries"]]
-        return cls(found["problem"], found["title"], found["about"], Rarity(**found["rarity"]), entries)
+        return cls(found["problem"], found["about"], Rarity(**found["rarity"]), entries)
+
+
+Cell: TypeAlias = Callable[[Finding, Entry], str]  # what a table says of a rule in a problem
 
 
 def grids(findings: Sequence[Finding]) -> Iterator[tuple[str, Grid]]:
@@ -124,18 +126,13 @@ def _grid(title: str, headings: Sequence[str], lines: Sequence[Sequence[str]]) -
     return Grid(f"MovieLens-100K: {title}", headings, lines, words=len(headings))
 
 
-def _per_rule(
-    title: str,
-    findings: Sequence[Finding],
-    cell: Callable[[Finding, Entry], str],
-    rules: Sequence[Rule] = BESIDE_ADAM,
-) -> Grid:
+def _per_rule(title: str, findings: Sequence[Finding], cell: Cell, rules: Sequence[Rule] = BESIDE_ADAM) -> Grid:
     """A column per problem."""
     lines = [[rule.name, *(cell(finding, finding.entry(rule.name)) for finding in findings)] for rule in rules]
     return _grid(title, ["tables' rule", *(finding.about for finding in findings)], lines)
 
 
-def _against_adam(metric: str) -> Callable[[Finding, Entry], str]:
+def _against_adam(metric: str) -> Cell:
     """In percent of Adam's mean; bold if 0 is not in the interval. Adam itself is there with its own figure."""
 
     def cell(finding: Finding, entry: Entry) -> str:

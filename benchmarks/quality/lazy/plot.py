@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from benchmarks.quality.lazy.findings import Finding
 from benchmarks.quality.ranking import FULL_NDCG, NDCG, TAIL_FULL_NDCG
 from benchmarks.quality.rules import ADAM, BESIDE_ADAM, Kind
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 COLOURS = {Kind.DENSE: "#1b4d7a", Kind.LAZY: "#b5525c", Kind.SMALL: "#f2a65a"}
 PANELS = {NDCG: "NDCG@10", FULL_NDCG: "NDCG of the whole list", TAIL_FULL_NDCG: "NDCG of the whole list, tail items"}

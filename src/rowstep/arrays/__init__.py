@@ -9,13 +9,11 @@
         optimizer.end_iteration()
 
 A parameter's moments are kept under its **name** and allocated when the name is first seen. All names share one
-counter. It starts at 1 and advances only on ``end_iteration()``, so everything stepped in one iteration has the same
-bias correction. Arithmetic runs in float64; the parameter and its moments are stored in the parameter's own dtype. eps
-is added to the bias-corrected root of the second moment, as in torch.optim.Adam.
+counter, which advances only on ``end_iteration()``: what is stepped in one iteration has the same bias correction.
+Arithmetic runs in float64; the parameter and its moments are stored in the parameter's own dtype.
 
-The kernels are those of the torch optimizers. They work in place, without temporaries of the parameter's size, on
-``numba.get_num_threads()`` threads. Numba is imported at the first step. If it is missing, with
-``ROWSTEP_BACKEND=reference``, and for float16, NumPy does the work.
+The kernels are those of the torch optimizers, on ``numba.get_num_threads()`` threads. Numba is imported at the first
+step. If it is missing, with ``ROWSTEP_BACKEND=reference``, and for float16, NumPy does the work.
 """
 
 from ._adam import Adam, AdamW

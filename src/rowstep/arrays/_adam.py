@@ -16,6 +16,7 @@ from . import _checks, _files, _reference
 from ._checks import FloatArray
 
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
+_choose = functools.cache(choose)
 
 
 class Moments(NamedTuple):
@@ -64,11 +65,7 @@ class Adam:
     decoupled_weight_decay = False
 
     def __init__(
-        self,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
+        self, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0
     ) -> None:
         self.lr, self.betas, self.eps, self.weight_decay = _checks.checked_settings(lr, betas, eps, weight_decay)
         self._step = 1
@@ -95,11 +92,10 @@ class Adam:
             param: a float array, of any strides.
             grad: of the same shape, with any float dtype and any strides.
         """
-        p = _checks.checked_param(_checks.checked_name(name), param)
+        p = _checks.checked_param(name, param)
         g = _checks.checked_gradient(name, grad, p.shape, p, may_be_param=True)
         backend, numbers = _backend(p, g), self._scalars()
-        m, v = self._moments_of(name, p)
-        backend.step(p, m, v, g, numbers)
+        backend.step(p, *self._moments_of(name, p), g, numbers)
 
     def step_rows(self, name: str, param: NDArray[Any], rows: ArrayLike, grad: ArrayLike) -> None:
         """Step these rows of ``param``, along its first axis, and their moments in place. No other row changes.
@@ -112,7 +108,7 @@ class Adam:
             rows: integers of any shape, with or without duplicates.
             grad: one row for each entry of ``rows``: its shape is that of ``rows`` followed by that of a row.
         """
-        p = _checks.checked_param(_checks.checked_name(name), param)
+        p = _checks.checked_param(name, param)
         ids = _checks.checked_rows(name, rows, p)
         g = _checks.checked_gradient(name, grad, ids.shape + p.shape[1:], p, may_be_param=False)
         backend, numbers = _backend(p, g), self._scalars()
@@ -183,8 +179,7 @@ class Adam:
         return moments
 
     def _adopt(self, state_dict: Mapping[str, Any], *, copy: bool) -> None:
-        missing = {"step", *_SETTINGS, "decoupled_weight_decay", "state"} - set(state_dict)
-        if missing:
+        if missing := {"step", *_SETTINGS, "decoupled_weight_decay", "state"} - set(state_dict):
             raise ValueError(f"the state has no {', '.join(sorted(missing))}; expected what state_dict() returns")
         step, decoupled, state = (state_dict[key] for key in ("step", "decoupled_weight_decay", "state"))
         if type(step) is not int or not 1 <= step < 1 << 63:
@@ -198,9 +193,7 @@ class Adam:
             raise ValueError(f"the state's moments are a {type(state).__name__}; expected a dict keyed by name")
         loaded = Adam(**{key: state_dict[key] for key in _SETTINGS})
         loaded._step = step
-        loaded._moments = {
-            _checks.checked_name(name): _checked_moments(name, moments, copy=copy) for name, moments in state.items()
-        }
+        loaded._moments = {name: _checked_moments(name, moments, copy=copy) for name, moments in state.items()}
         self.__dict__.update(loaded.__dict__)
 
 
@@ -229,27 +222,19 @@ class AdamW(Adam):
     decoupled_weight_decay = True
 
     def __init__(
-        self,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
+        self, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2
     ) -> None:
         super().__init__(lr, betas, eps, weight_decay)
 
 
 def _backend(p: FloatArray, g: FloatArray) -> Any:
     """The module whose ``step`` and ``step_rows`` to call. Numba is imported by the first step that needs it."""
-    preferred = _preferred_backend(os.environ.get("ROWSTEP_BACKEND", ""))
-    return _reference if 2 in (p.itemsize, g.itemsize) else preferred  # Numba has no float16
-
-
-@functools.cache
-def _preferred_backend(name: str) -> Any:
-    return choose(name, "rowstep.arrays._compiled", "rowstep.arrays._reference")
+    chosen = _choose(os.environ.get("ROWSTEP_BACKEND", ""), f"{__package__}._compiled", f"{__package__}._reference")
+    return _reference if 2 in (p.itemsize, g.itemsize) else chosen  # Numba has no float16
 
 
 def _checked_moments(name: str, moments: Any, *, copy: bool) -> Moments:
+    _checks.check_name(name)
     if not isinstance(moments, Mapping) or set(moments) != set(Moments._fields):
         found = sorted(map(str, moments)) if isinstance(moments, Mapping) else f"a {type(moments).__name__}"
         raise ValueError(f"the state of {name!r} has {found}; expected {list(Moments._fields)}")
@@ -261,7 +246,6 @@ def _checked_moments(name: str, moments: Any, *, copy: bool) -> Moments:
         )
     m, v = (array.astype(_checks.native(array.dtype), order="K", copy=False) for array in (m, v))
     # NaN and infinity are what a run that diverged leaves. But no sum of squares is below 0, and its root is taken.
-    least = np.fmin.reduce(v, axis=None, initial=0)
-    if least < 0:
+    if (least := np.fmin.reduce(v, axis=None, initial=0)) < 0:
         raise ValueError(f"exp_avg_sq in the state of {name!r} contains {least}; expected no negative values")
     return Moments(m, v)

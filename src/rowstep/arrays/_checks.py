@@ -44,17 +44,17 @@ def _number(setting: str, value: Any, expected: str, below: float = math.inf, *,
     return number
 
 
-def checked_name(name: object) -> str:
+def check_name(name: object) -> None:
     """Refuse what could be stepped but not saved."""
     if not isinstance(name, str):
         raise TypeError(f"the name {name!r} is a {type(name).__name__}; expected a str")
     if _NOT_SAVABLE.search(name):
         raise ValueError(f"the name {name!r} has a character that cannot be saved; expected valid Unicode without NUL")
-    return name
 
 
 def checked_param(name: str, param: object) -> FloatArray:
     """The parameter as a plain array over the same memory."""
+    check_name(name)
     if not isinstance(param, np.ndarray) or isinstance(param, np.ma.MaskedArray):
         raise TypeError(f"{name!r}: the parameter is a {type(param).__name__}; expected a NumPy array")
     if native(param.dtype) not in FLOATS:

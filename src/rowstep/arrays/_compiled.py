@@ -16,7 +16,7 @@ from .._kernels.rows import Kind, over_rows
 from .._kernels.workspace import launch, reserve
 from .._rules.adam import Scalars
 from . import _reference
-from ._checks import FloatArray
+from ._checks import FloatArray, native
 
 _TYPES = {"f": types.float32, "d": types.float64}
 
@@ -51,7 +51,9 @@ def step_rows(
         _reference.step_rows(p, m, v, rows, g, scalars)
         return
     columns = math.prod(p.shape[1:])
-    g = _addressable(g.reshape(len(rows), columns))
+    g = g.reshape(len(rows), columns)
+    if not (g.strides[1] == g.itemsize and g.flags.aligned and g.dtype.isnative):
+        g = np.array(g, native(g.dtype), order="C")
     job = np.zeros(JOB_WORDS, np.int64)
     job[:12] = (
         rows.ctypes.data, len(rows), g.ctypes.data, g.strides[0], (len(rows) - 1).bit_length(), 0,
@@ -60,10 +62,8 @@ def step_rows(
     job[BETA1:].view(np.float64)[:] = _numbers(scalars)
     job.flags.writeable = False  # so that kernels of the torch optimizers serve here too
     stored = _TYPES[p.dtype.char]
-    kind = Kind(
-        stored, stored, stored, _TYPES[g.dtype.char], types.float64, decay=_has_decay(scalars), as_dense=True
-    )  # fmt: skip
-    kernel = over_rows(kind)
+    given, decay = _TYPES[g.dtype.char], _has_decay(scalars)
+    kernel = over_rows(Kind(stored, stored, stored, given, types.float64, decay=decay, as_dense=True))
     launch(kernel, job, reserve(kernel, job, g.nbytes, numba_threads(), len(rows), columns))
 
 
@@ -75,9 +75,3 @@ def _numbers(scalars: Scalars) -> tuple[float, ...]:
 def _has_decay(scalars: Scalars) -> bool | None:
     """Whether there is coupled weight decay, as kernels are told."""
     return None if scalars.decay is None else True
-
-
-def _addressable(g: FloatArray) -> FloatArray:
-    if g.strides[1] == g.itemsize and g.flags.aligned and g.dtype.isnative:
-        return g
-    return np.array(g, g.dtype.newbyteorder("="), order="C")

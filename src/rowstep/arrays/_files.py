@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-_HEADER = "rowstep.arrays"
+HEADER = "rowstep.arrays"
 
 
 def save(path: str | os.PathLike[str], state_dict: Mapping[str, Any]) -> None:
@@ -31,10 +31,10 @@ def save(path: str | os.PathLike[str], state_dict: Mapping[str, Any]) -> None:
     try:
         with open(beside, "xb") as file:
             if is_npz:
-                np.savez(file, **{_HEADER: np.array(header), **arrays})
+                np.savez(file, **{HEADER: np.array(header), **arrays})
             else:  # the package reads memory as if it were in C order
                 arrays = {key: np.asarray(array, order="C") for key, array in arrays.items()}
-                file.write(_safetensors().numpy.save(arrays, {_HEADER: header}))
+                file.write(_safetensors().numpy.save(arrays, {HEADER: header}))
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, place)
@@ -47,11 +47,11 @@ def save(path: str | os.PathLike[str], state_dict: Mapping[str, Any]) -> None:
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read what ``save`` wrote."""
-    read = _read_npz if _is_npz(path) else _read_safetensors
+    read = read_npz if _is_npz(path) else _read_safetensors
     try:
         header, arrays = read(path)
         if header is None:
-            raise ValueError(f"it has no entry {_HEADER!r}; expected one, as save() writes")
+            raise ValueError(f"it has no entry {HEADER!r}; expected one, as save() writes")
         state: dict[str, Any] = {}
         for key, array in arrays.items():
             name, _, field = key.rpartition("/")
@@ -72,21 +72,22 @@ def _is_npz(path: str | os.PathLike[str]) -> bool:
     return suffix == ".npz"
 
 
-def _read_npz(path: str | os.PathLike[str]) -> tuple[str | None, dict[str, Any]]:
+def read_npz(path: str | os.PathLike[str]) -> tuple[str | None, dict[str, Any]]:
+    """The header, if there is one, and the arrays."""
     with open(path, "rb") as file:
         if not zipfile.is_zipfile(file):
             raise ValueError("it is not a ZIP archive; expected a .npz, as save() writes")
         file.seek(0)
         with np.load(file, allow_pickle=False) as archive:
             arrays = dict(archive)
-    header = arrays.pop(_HEADER, None)
+    header = arrays.pop(HEADER, None)
     return None if header is None else str(header), arrays
 
 
 def _read_safetensors(path: str | os.PathLike[str]) -> tuple[str | None, dict[str, Any]]:
     with _safetensors().safe_open(path, "np") as file:
         arrays = {key: np.array(file.get_tensor(key)) for key in list(file.keys())}
-        return (file.metadata() or {}).get(_HEADER), arrays
+        return (file.metadata() or {}).get(HEADER), arrays
 
 
 def _safetensors() -> Any:

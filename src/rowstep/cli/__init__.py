@@ -66,19 +66,13 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--quick", action="store_true", help="the smallest table only: to see that it works")
 
     inspect = command("inspect", "show what a checkpoint holds: weights, optimizer state, rows never touched")
-    inspect.add_argument(
-        "path", type=Path, help="a torch.save file, a .safetensors, a .npz or a torch.distributed.checkpoint directory"
-    )
-    inspect.add_argument(
-        "--trust", action="store_true", help="read a directory, which torch unpickles: this can run code from it"
-    )
+    kinds = "a torch.save file, a .safetensors, a .npz or a torch.distributed.checkpoint directory"
+    inspect.add_argument("path", type=Path, help=kinds)
+    trust = "read a directory, which torch unpickles: this can run code from it"
+    inspect.add_argument("--trust", action="store_true", help=trust)
 
-    warm_up = command(
-        "warm-up", "compile the usual kernels ahead, for container images: the first step then loads them"
-    )
-    warm_up.epilog, warm_up.formatter_class = _WARM_UP_DETAILS, argparse.RawDescriptionHelpFormatter
-    dtypes = ["float32", "float64", "bfloat16"]
-    warm_up.add_argument(
-        "--dtype", nargs="+", action="extend", choices=dtypes, help="dtypes of the tables (default: float32)"
-    )
+    warm_up = command("warm-up", "compile the usual kernels ahead, for container images: the first step loads them")
+    warm_up.epilog = _WARM_UP_DETAILS
+    dtypes, about = ["float32", "float64", "bfloat16"], "dtypes of the tables (default: float32)"
+    warm_up.add_argument("--dtype", nargs="+", action="extend", choices=dtypes, help=about)
     return parser

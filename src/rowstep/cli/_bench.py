@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +19,7 @@ from torch import nn
 from rowstep import DeferredAdam, SparseAdam
 from rowstep.cli import extras
 
-SPARSE, DEFERRED = "SparseAdam", "DeferredAdam"
+SIZES = ((10_000, 16, 1_024), (100_000, 32, 8_192), (1_000_000, 64, 65_536))  # rows, columns, ids per step
 ROUNDS = 5  # at least, where a step takes long
 CHECKED_STEPS = 3
 LARGEST_DIFFERENCE = 1e-6  # a thousandth of a step; weights below 1 are rounded to 6e-8
@@ -31,36 +30,25 @@ CAPTION = (
 )
 
 
-class Size(NamedTuple):
-    rows: int
-    dim: int
-    ids: int  # per step
-
-    def __str__(self) -> str:
-        return f"{self.rows:,} x {self.dim}, {self.ids:,} ids"
-
-
-SIZES = (Size(10_000, 16, 1_024), Size(100_000, 32, 8_192), Size(1_000_000, 64, 65_536))
-
-
 def run(arguments: argparse.Namespace) -> int:
     console = extras.console()
-    from rich.table import Table
-
     title = f"One step: median (min) in ms; torch {torch.__version__}, {os.cpu_count()} cores"
-    table = Table("optimizer", "table, Zipf ids per step", title=title, caption=CAPTION)
-    for heading in ("threads", "rounds", "rowstep", "torch", "torch / rowstep"):
-        table.add_column(heading, justify="right")
+    numbers = ("threads", "rounds", "rowstep", "torch", "torch / rowstep")
+    table = extras.table(title, ("optimizer", "table, Zipf ids per step"), numbers, CAPTION)
     before = torch.get_num_threads()
     sizes, threads = SIZES[: 1 if arguments.quick else None], arguments.threads or sorted({1, before})
     try:
-        for name, size, count in itertools.product((SPARSE, DEFERRED), sizes, threads):
+        for kind, (rows, dim, ids), count in itertools.product((SparseAdam, DeferredAdam), sizes, threads):
             torch.set_num_threads(count)
+            name, size = kind.__name__, f"{rows:,} x {dim}, {ids:,} ids"
             with console.status(f"measuring {name}, {size}, threads: {count}"):
-                taken = _measure(Pair(name, size), arguments.seconds)
-            times = [f"{1e3 * median(seconds):,.3f} ({1e3 * min(seconds):,.3f})" for seconds in taken]
-            ratio = median(taken[1]) / median(taken[0])
-            table.add_row(name, str(size), str(count), str(len(taken[0])), *times, f"{ratio:.1f}x")
+                pair = Pair(kind, rows, dim, ids)
+                if not (worst := pair.difference()) <= LARGEST_DIFFERENCE:  # nor if it is NaN
+                    about = f"{name}, {size}: weights differ from torch's by up to {worst:.2e}"
+                    raise extras.CommandError(f"{about}; their times cannot be compared")
+                ours, theirs = pair.measure(arguments.seconds)
+            times = [f"{1e3 * median(taken):,.3f} ({1e3 * min(taken):,.3f})" for taken in (ours, theirs)]
+            table.add_row(name, size, str(count), str(len(ours)), *times, f"{median(theirs) / median(ours):.1f}x")
     finally:
         torch.set_num_threads(before)
     console.print(table)
@@ -70,72 +58,61 @@ def run(arguments: argparse.Namespace) -> int:
 class Pair:
     """One of rowstep's optimizers and the one of torch that computes the same, on the same weights and gradients."""
 
-    ours: SparseAdam | DeferredAdam
-    theirs: torch.optim.Optimizer
-
-    def __init__(self, name: str, size: Size) -> None:
-        self.name, self.size, self._random = name, size, torch.Generator().manual_seed(0)
-        start = torch.randn(size.rows, size.dim, generator=self._random).mul_(0.1)
+    def __init__(self, kind: type[SparseAdam | DeferredAdam], rows: int, dim: int, ids: int) -> None:
+        self._random = torch.Generator().manual_seed(0)
+        start = torch.randn(rows, dim, generator=self._random).mul_(0.1)
         self._table, self._other_table = nn.Parameter(start), nn.Parameter(start.clone())
         # Sums of such numbers are exact in any order, so duplicate ids cannot make the two differ.
-        self._slopes = torch.randint(-64, 65, (size.ids, size.dim), generator=self._random) / 64
-        if name == SPARSE:
-            self.ours, self.theirs = SparseAdam([self._table]), torch.optim.SparseAdam([self._other_table])
-        else:
-            self.ours, self.theirs = DeferredAdam([self._table]), torch.optim.Adam([self._other_table], fused=True)
+        self._slopes = torch.randint(-64, 65, (ids, dim), generator=self._random) / 64
+        self._ours = kind([self._table])
+        self._theirs: torch.optim.Optimizer = torch.optim.SparseAdam([self._other_table])
+        if kind is DeferredAdam:
+            self._theirs = torch.optim.Adam([self._other_table], fused=True)
 
-    def prepare(self) -> None:
+    def _prepare(self) -> None:
         """Give both the gradient of the next batch."""
         self._other_table.grad = None  # a dense one is as large as the table: not two at once
         # Ids that follow Zipf's law, the most frequent first: their logarithms are uniform.
-        draws = torch.rand(self.size.ids, generator=self._random, dtype=torch.float64)
-        self._ids = (self.size.rows**draws).long() - 1
+        draws = torch.rand(len(self._slopes), generator=self._random, dtype=torch.float64)
+        self._ids = (len(self._table) ** draws).long() - 1
         self._table.grad = gradient = torch.sparse_coo_tensor(
             self._ids.unsqueeze(0), self._slopes, self._table.shape, check_invariants=False
         )
-        self._other_table.grad = gradient if self.name == SPARSE else gradient.to_dense()
+        self._other_table.grad = gradient.to_dense() if isinstance(self._ours, DeferredAdam) else gradient
 
-    def step(self) -> None:
+    def _step(self) -> None:
         """As training has it: DeferredAdam brings rows up to date before they are read."""
-        if isinstance(self.ours, DeferredAdam):
-            self.ours.catch_up(self._table, self._ids)
-        self.ours.step()
+        if isinstance(self._ours, DeferredAdam):
+            self._ours.catch_up(self._table, self._ids)
+        self._ours.step()
 
-    def check(self) -> None:
-        """Refuse to time the two unless a few steps lead both to the same weights."""
+    def difference(self) -> float:
+        """The largest between the weights of the two after a few steps."""
         for _ in range(CHECKED_STEPS):
-            self.prepare()
-            self.step()
-            self.theirs.step()
-        if isinstance(self.ours, DeferredAdam):
-            self.ours.flush()
-        worst = (self._table.detach() - self._other_table.detach()).abs_().max().item()
-        if not worst <= LARGEST_DIFFERENCE:  # nor if it is NaN
-            about = f"{self.name}, {self.size}: weights differ from torch's by up to {worst:.2e}"
-            raise extras.CommandError(f"{about}; their times cannot be compared")
+            self._prepare()
+            self._step()
+            self._theirs.step()
+        if isinstance(self._ours, DeferredAdam):
+            self._ours.flush()
+        return (self._table.detach() - self._other_table.detach()).abs_().max().item()
 
-    def warm_up(self) -> None:
-        """Write to all moments, because zeroed pages take time when first written; and let rows wait."""
-        for state in (self.ours.state[self._table], self.theirs.state[self._other_table]):
-            state["exp_avg"].add_(0)
-            state["exp_avg_sq"].add_(0)
-        for _ in range(WAITED_STEPS if self.name == DEFERRED else 0):
-            self.prepare()
-            self.step()
-
-
-def _measure(pair: Pair, seconds: float) -> tuple[list[float], list[float]]:
-    """The seconds of each of our steps, and of torch's."""
-    pair.check()
-    pair.warm_up()
-    taken: tuple[list[float], list[float]] = [], []
-    turns: list[tuple[Callable[[], object], list[float]]] = [(pair.step, taken[0]), (pair.theirs.step, taken[1])]
-    stop = time.perf_counter() + seconds
-    while len(taken[0]) < ROUNDS or time.perf_counter() < stop:
-        pair.prepare()
-        for step, times in turns:
-            start = time.perf_counter()
-            step()
-            times.append(time.perf_counter() - start)
-        turns.reverse()  # the second finds the gradient in the cache
-    return taken
+    def measure(self, seconds: float) -> tuple[list[float], list[float]]:
+        """The seconds of each of our steps, and of torch's."""
+        for state in (self._ours.state[self._table], self._theirs.state[self._other_table]):
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name].add_(0)  # zeroed pages take time when first written
+        for _ in range(WAITED_STEPS if isinstance(self._ours, DeferredAdam) else 0):
+            self._prepare()
+            self._step()
+        ours: list[float] = []
+        theirs: list[float] = []
+        turns: list[tuple[Callable[[], object], list[float]]] = [(self._step, ours), (self._theirs.step, theirs)]
+        stop = time.perf_counter() + seconds
+        while len(ours) < ROUNDS or time.perf_counter() < stop:
+            self._prepare()
+            for step, times in turns:
+                start = time.perf_counter()
+                step()
+                times.append(time.perf_counter() - start)
+            turns.reverse()  # the second finds the gradient in the cache
+        return ours, theirs

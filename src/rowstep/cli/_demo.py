@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pydoc_data.topics import topics
 from statistics import mean, median
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +21,6 @@ from torch import Tensor, nn
 
 from rowstep import SparseAdam
 from rowstep.cli import extras
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 LEARNING_RATE, DIM, BATCH = 0.01, 64, 4096
 RECENT = 50  # steps averaged into the loss that is shown
@@ -39,21 +36,18 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = f"two tables of {len(vocabulary):,} x {DIM}, {BATCH:,} word pairs a step"
     console.print(f"Python's manual: {len(text):,} words, {len(vocabulary):,} different; {sizes}.")
     ours, theirs = (Run(kind, len(vocabulary), arguments.steps) for kind in (SparseAdam, torch.optim.SparseAdam))
-    batches = _batches(text)
-    stop = time.perf_counter() + arguments.seconds
+    batches, stop = _batches(text), time.perf_counter() + arguments.seconds
     with console.status("training") as status:
-        for number in range(arguments.steps):
-            batch = next(batches)
+        for done, batch in zip(range(1, arguments.steps + 1), batches, strict=False):
             # Taking turns at going first: the second finds the batch in the cache.
-            for model in (ours, theirs) if number % 2 else (theirs, ours):
+            for model in (theirs, ours) if done % 2 else (ours, theirs):
                 model.step(batch)
-            status.update(f"training: step {number + 1} of {arguments.steps}, loss {ours.recent_loss:.3f}")
+            status.update(f"training: step {done} of {arguments.steps}, loss {ours.recent_loss:.3f}")
             if time.perf_counter() > stop:
-                console.print(
-                    f"Stopped after {number + 1} of {arguments.steps} steps: {arguments.seconds:g} s were up."
-                )
+                console.print(f"Stopped after {done} of {arguments.steps} steps: {arguments.seconds:g} s were up.")
                 break
-    _show(ours, theirs, vocabulary, console)
+    console.print(_neighbours(ours, vocabulary))
+    console.print(_comparison(ours, theirs))
     return 0
 
 
@@ -72,8 +66,7 @@ def _batches(text: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
     rng = np.random.default_rng(0)
     share = np.bincount(text) / len(text)
     keep = np.sqrt(FREQUENT / share).clip(max=1)
-    noise = np.cumsum(share**0.75)
-    noise /= noise[-1]
+    noise = share**0.75 / (share**0.75).sum()
     while True:
         thinned = text[rng.random(len(text)) < keep[text]]
         found = []
@@ -84,78 +77,67 @@ def _batches(text: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
         pairs = rng.permutation(np.concatenate(found))
         for start in range(0, len(pairs) - BATCH + 1, BATCH):
             centres, contexts = pairs[start : start + BATCH].T
-            negatives = np.searchsorted(noise, rng.random((BATCH, NEGATIVES)))
+            negatives = rng.choice(len(noise), (BATCH, NEGATIVES), p=noise)
             yield torch.tensor(centres), torch.from_numpy(np.column_stack([contexts, negatives]))
 
 
-class SkipGram(nn.Module):
-    def __init__(self, words: int) -> None:
-        super().__init__()
-        self.words = nn.Embedding(words, DIM, sparse=True)
-        self.contexts = nn.Embedding(words, DIM, sparse=True)
-        nn.init.normal_(self.words.weight, std=0.1)
-        nn.init.zeros_(self.contexts.weight)
+class Run:
+    """Two tables, of words and of their contexts, and an optimizer that steps them; with what each step took."""
 
-    def forward(self, centres: Tensor, contexts: Tensor) -> Tensor:
-        """The loss of each pair: tell the true neighbour, which comes first, from the drawn ones."""
+    def __init__(self, kind: Any, words: int, steps: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.words = nn.Embedding(words, DIM, sparse=True, _weight=torch.randn(words, DIM, generator=generator) / 10)
+        self.contexts = nn.Embedding(words, DIM, sparse=True, _weight=torch.zeros(words, DIM))
+        self.optimizer = kind([self.words.weight, self.contexts.weight], lr=LEARNING_RATE)
+        self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.05, total_iters=steps)
+        self.losses: list[float] = []
+        self.seconds: list[tuple[float, float]] = []  # of each step: the optimizer's, and all
+
+    def _loss(self, centres: Tensor, contexts: Tensor) -> Tensor:
+        """Tell the true neighbour, which comes first, from the drawn ones."""
         scores = torch.bmm(self.contexts(contexts), self.words(centres).unsqueeze(2)).squeeze(2)
         sign = torch.tensor([1.0, *[-1.0] * NEGATIVES])
         return -nn.functional.logsigmoid(sign * scores).sum(1).mean()
 
-
-class Run:
-    def __init__(self, kind: type[torch.optim.Optimizer], words: int, steps: int) -> None:
-        torch.manual_seed(0)
-        self.model = SkipGram(words)
-        # Optimizer itself has no default for lr, though both of its subclasses here do.
-        self.optimizer = kind(self.model.parameters(), lr=LEARNING_RATE)  # type: ignore[call-arg]
-        self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.05, total_iters=steps)
-        self.losses: list[float] = []
-        self.optimizer_seconds: list[float] = []
-        self.training_seconds: list[float] = []
-
     def step(self, batch: tuple[Tensor, Tensor]) -> None:
         start = time.perf_counter()
         self.optimizer.zero_grad()
-        loss = self.model(*batch)
-        loss.backward()
+        loss = self._loss(*batch)
+        torch.autograd.backward(loss)
         ready = time.perf_counter()
         self.optimizer.step()
         end = time.perf_counter()
         self.schedule.step()
         self.losses.append(loss.item())
-        self.optimizer_seconds.append(end - ready)
-        self.training_seconds.append(end - start)
+        self.seconds.append((end - ready, end - start))
 
     @property
     def recent_loss(self) -> float:
         return mean(self.losses[-RECENT:])
 
 
-def _show(ours: Run, theirs: Run, vocabulary: list[str], console: Console) -> None:
-    from rich.table import Table
+def _neighbours(run: Run, vocabulary: list[str]) -> Any:
+    table = extras.table("What the vectors learned", ("word", "nearest in meaning"), ())
+    unit = nn.functional.normalize(run.words.weight.detach(), dim=1)
+    # The manual differs between versions of Python: a word that has become rare is left out.
+    for query in filter(vocabulary.__contains__, QUERIES):
+        nearest = (unit @ unit[vocabulary.index(query)]).topk(NEIGHBOURS + 1).indices.tolist()
+        table.add_row(query, ", ".join(vocabulary[i] for i in nearest if vocabulary[i] != query))
+    return table
 
-    table = Table("word", "nearest in meaning", title="What the vectors learned")
-    unit = nn.functional.normalize(ours.model.words.weight.detach(), dim=1)
-    for query in QUERIES:
-        # The manual differs between versions of Python: a word that has become rare is left out.
-        if query in vocabulary:
-            nearest = (unit @ unit[vocabulary.index(query)]).topk(NEIGHBOURS + 1).indices.tolist()
-            table.add_row(query, ", ".join(vocabulary[i] for i in nearest if vocabulary[i] != query))
-    console.print(table)
-    table = Table("", title="rowstep.SparseAdam and torch.optim.SparseAdam on the same batches")
-    for heading in ("rowstep", "torch", "torch / rowstep"):
-        table.add_column(heading, justify="right")
+
+def _comparison(ours: Run, theirs: Run) -> Any:
+    title = "rowstep.SparseAdam and torch.optim.SparseAdam on the same batches"
+    table = extras.table(title, ("",), ("rowstep", "torch", "torch / rowstep"))
     table.add_row(f"loss, last {RECENT} steps", f"{ours.recent_loss:.4f}", f"{theirs.recent_loss:.4f}")
-    for what, mine, other in (
-        ("optimizer step", ours.optimizer_seconds, theirs.optimizer_seconds),
-        ("whole training step", ours.training_seconds, theirs.training_seconds),
-        ("first step (compiles, or loads its cache)", ours.optimizer_seconds[:1], theirs.optimizer_seconds[:1]),
-    ):
-        a, b = median(mine), median(other)
+    times = {
+        "optimizer step": [median(step for step, _ in run.seconds) for run in (ours, theirs)],
+        "whole training step": [median(whole for _, whole in run.seconds) for run in (ours, theirs)],
+        "first step (compiles, or loads its cache)": [run.seconds[0][0] for run in (ours, theirs)],
+    }
+    for what, (a, b) in times.items():
         table.add_row(what, f"{a * 1e3:,.2f} ms", f"{b * 1e3:,.2f} ms", f"{b / a:.1f}x")
-    pairs = list(zip(ours.model.parameters(), theirs.model.parameters(), strict=True))
-    difference = max((a - b).abs().max().item() for a, b in pairs)
-    largest = max(b.abs().max().item() for _, b in pairs)
-    table.add_row(f"largest difference in weights (≤ {largest:.1f})", f"{difference:.1e}")
-    console.print(table)
+    weights, others = (torch.stack([run.words.weight, run.contexts.weight]).detach() for run in (ours, theirs))
+    what = f"largest difference in weights (≤ {others.abs().max():.1f})"
+    table.add_row(what, f"{(weights - others).abs().max():.1e}")
+    return table

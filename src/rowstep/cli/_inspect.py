@@ -73,30 +73,29 @@ Optimizer = tuple[list[Mapping[Any, Any]], list[Parameter]]  # its groups and pa
 
 
 def find(tree: Any) -> tuple[dict[str, Stored], list[Optimizer]]:
-    """The weights by name, and the optimizers."""
-    leaves = list(_walk(tree, (), set()))
-    tensors = {path: leaf for path, leaf in leaves if isinstance(leaf, Stored)}
-    weights = {".".join(path) or "the tensor": leaf for path, leaf in tensors.items()}
-    optimizers = [leaf for _, leaf in leaves if not isinstance(leaf, Stored)]
+    """The weights by name, and the optimizers. A container that occurs again, maybe in itself, is looked at once."""
+    weights: dict[str, Stored] = {}
+    optimizers: list[Optimizer] = []
+    seen: set[int] = set()
+
+    def visit(node: Any, path: tuple[str, ...]) -> None:
+        if isinstance(node := stored(node), Stored):
+            weights[".".join(path) or "the tensor"] = node
+        elif isinstance(node, (Mapping, list, tuple)) and id(node) not in seen:
+            seen.add(id(node))
+            items = dict(node) if isinstance(node, Mapping) else dict(enumerate(node))
+            groups, states = items.get("param_groups"), items.get("state", {})
+            groups = list(groups.values()) if isinstance(groups, Mapping) else groups  # a directory has lists by number
+            if isinstance(groups, list) and isinstance(states, Mapping) and all(isinstance(g, Mapping) for g in groups):
+                optimizers.append((groups, _parameters(groups, states)))
+            else:
+                for key, value in items.items():
+                    visit(value, (*path, str(key)))
+
+    visit(tree, ())
     for _, parameters in optimizers:
         _match(parameters, weights)
     return weights, optimizers
-
-
-def _walk(node: Any, path: tuple[str, ...], seen: set[int]) -> Iterator[tuple[tuple[str, ...], Stored | Optimizer]]:
-    """All tensors and optimizers. A container that occurs again, maybe in itself, is looked at once."""
-    if isinstance(node, (torch.Tensor, Stored)):
-        yield path, stored(node) if isinstance(node, torch.Tensor) else node
-    elif isinstance(node, (Mapping, list, tuple)) and id(node) not in seen:
-        seen.add(id(node))
-        items = dict(node) if isinstance(node, Mapping) else dict(enumerate(node))
-        groups, states = items.get("param_groups"), items.get("state", {})
-        groups = list(groups.values()) if isinstance(groups, Mapping) else groups  # a directory has lists by number
-        if isinstance(groups, list) and isinstance(states, Mapping) and all(isinstance(g, Mapping) for g in groups):
-            yield path, (groups, _parameters(groups, states))
-        else:
-            for key, value in items.items():
-                yield from _walk(value, (*path, str(key)), seen)
 
 
 def _parameters(groups: list[Any], states: Mapping[Any, Any]) -> list[Parameter]:
@@ -106,7 +105,7 @@ def _parameters(groups: list[Any], states: Mapping[Any, Any]) -> list[Parameter]
         keys = group.get("params", [])
         names = group.get("param_names", keys)
         for key, name in zip(map(str, keys), map(str, names), strict=True):
-            state = {str(k): stored(v) if isinstance(v, torch.Tensor) else v for k, v in slots.get(key, {}).items()}
+            state = {str(slot): stored(value) for slot, value in slots.get(key, {}).items()}
             found.setdefault(key, Parameter(name, number, state))
     return list(found.values())
 

@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -25,9 +24,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_into
 
+from rowstep.arrays._files import HEADER, read_npz
 from rowstep.cli.extras import CommandError
-
-_ARRAYS = "rowstep.arrays"  # the entry in which rowstep.arrays puts everything but the moments
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,10 @@ class Stored:
         return 0 if self.flaw else math.prod(self.shape) * self.dtype.itemsize
 
 
-def stored(tensor: Tensor) -> Stored:
+def stored(tensor: Any) -> Any:
+    """A tensor as Stored; anything else as it is."""
+    if not isinstance(tensor, Tensor):
+        return tensor
     is_dense = tensor.layout == torch.strided and tensor.is_cpu and not tensor.is_nested and not tensor.is_quantized
     has_numbers = is_dense and tensor.nbytes <= tensor.untyped_storage().nbytes()  # an expanded one may claim any size
     shape = () if tensor.is_nested else tuple(tensor.shape)
@@ -66,16 +67,15 @@ def read(path: Path, trust: bool) -> Any:
             raise CommandError(f"{path}: needs safetensors, which is not installed: pip install safetensors") from None
         with safe_open(path, framework="pt") as tensors:
             loaded = {key: tensors.get_tensor(key) for key in tensors.keys()}  # noqa: SIM118, it has no iterator
-            return _as_state_dict(loaded, (tensors.metadata() or {}).get(_ARRAYS))
+            return _as_state_dict(loaded, (tensors.metadata() or {}).get(HEADER))
     if not zipfile.is_zipfile(path):
         raise CommandError(f"{path}: begins with {start!r}; expected a whole torch.save, .npz or .safetensors file")
     with zipfile.ZipFile(path) as archive:
         is_of_torch = any(name.endswith("/data.pkl") for name in archive.namelist())
     if is_of_torch:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    with np.load(path, allow_pickle=False) as arrays:
-        header = str(arrays[_ARRAYS]) if _ARRAYS in arrays else None
-        return _as_state_dict({key: torch.from_numpy(arrays[key]) for key in arrays if key != _ARRAYS}, header)
+    header, arrays = read_npz(path)
+    return _as_state_dict({key: torch.from_numpy(array) for key, array in arrays.items()}, header)
 
 
 def reason(error: BaseException) -> str:

@@ -39,14 +39,12 @@ def run(arguments: argparse.Namespace) -> int:
                 warnings.filterwarnings("ignore", "rowstep cannot cache", RuntimeWarning)  # said below
                 train(name, getattr(torch, dtype))
             _require_saved(cache.records[first:])
-            found = cache.records[before:]
-            loaded = sum(record.was_loaded for record in found)
-            counted = f"{len(found) - loaded} compiled, {loaded} loaded"
+            was_loaded = [record.was_loaded for record in cache.records[before:]]
+            counted = f"{was_loaded.count(False)} compiled, {was_loaded.count(True)} loaded"
             print(f"{name:<14}{dtype:<10}{counted:<24}{time.perf_counter() - begun:6.1f} s", flush=True)
     paths = {record.path for record in cache.records[first:] if record.path is not None}
-    for folder in sorted({path.parent for path in paths}):
-        sizes = [path.stat().st_size for path in paths if path.parent == folder]
-        print(f"{len(sizes)} kernels, {sum(sizes) / 1e6:.1f} MB, in {folder.resolve()}")
+    size, folders = sum(path.stat().st_size for path in paths), {str(path.parent.resolve()) for path in paths}
+    print(f"{len(paths)} kernels, {size / 1e6:.1f} MB, in {', '.join(sorted(folders))}")
     cpu = numba.config.CPU_NAME or llvmlite.binding.get_host_cpu_name()  # type: ignore[attr-defined]
     done = f"Done in {time.perf_counter() - start:.1f} s"
     print(f"{done}. These kernels are for the CPU {cpu}; on another, the first step compiles its own.")
@@ -80,9 +78,8 @@ def _require_compiler() -> None:
     try:
         import numba
     except ImportError as error:
-        raise CommandError(
-            f"Numba cannot be imported ({error}), so there is nothing to compile. Install Numba"
-        ) from None
+        reason = f"Numba cannot be imported ({error})"
+        raise CommandError(f"{reason}, so there is nothing to compile. Install Numba") from None
     if os.environ.get("ROWSTEP_BACKEND") == "reference":
         raise CommandError(
             "ROWSTEP_BACKEND is 'reference', which compiles nothing; expected 'numba', or no such variable. Unset it"
