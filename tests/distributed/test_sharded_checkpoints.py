@@ -15,7 +15,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     get_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
@@ -247,6 +249,39 @@ def test_torch_s_state_dicts_by_name_are_written_through_ddp_while_training_goes
         assert all(torch.equal(some, other) for some, other in zip(found, saved, strict=True))
         assert gathered["0.weight"].shape == (ROWS, WIDTH, 1)
         assert not isinstance(gathered["0.weight"], DTensor)
+
+
+def load_mixed(rank: int, path: Path, momentum: float) -> None:
+    """Tables of every kind: divided and everywhere in a collection, and a plain one under ddp."""
+
+    def made() -> tuple[Any, Any]:
+        tables = ShardedEmbeddingCollection({"divided": (ROWS, WIDTH), "everywhere": (17, WIDTH)})
+        model = nn.ModuleDict({"tables": tables, "plain": distributed.ddp(nn.Embedding(7, WIDTH, sparse=True))})
+        return model, rowstep.DeferredAdamW(model, second_moment="row", betas=(momentum, 0.99))
+
+    (model, optimizer), ids = made(), torch.tensor([rank, 5])
+    read = model["tables"]({"divided": ids, "everywhere": ids}) | {"plain": model["plain"](ids)}
+    torch.autograd.backward([each.sum() for each in read.values()])
+    optimizer.step()
+    state_dict_saver.save({"optimizer": optimizer}, checkpoint_id=path)
+    full, flat = "full_state_dict", "flatten_optimizer_state_dict"
+    for way in ("dcp.load", "", full, flat, f"{full} broadcast_from_rank0"):
+        other, its = made()
+        if way == "dcp.load":
+            state_dict_loader.load({"optimizer": its}, checkpoint_id=path)
+        else:
+            options: Any = StateDictOptions(**dict.fromkeys(way.split(), True))  # type: ignore[arg-type]
+            saved = get_optimizer_state_dict(model, optimizer, options=options)
+            set_optimizer_state_dict(other, its, {} if rank and "rank0" in way else saved, options=options)
+        for param, own in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(dict(its.state[own]), dict(optimizer.state[param]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0])
+def test_torch_loads_the_state_of_replicated_tables_beside_sharded_ones(
+    ranks: Ranks, tmp_path: Path, momentum: float
+) -> None:
+    ranks.run(2, load_mixed, tmp_path, momentum)
 
 
 def another_size(rank: int, path: Path) -> None:
