@@ -364,6 +364,34 @@ def load_on_some_ranks(rank: int, path: Path) -> None:
             assert torch.equal(beside.weight, before)
 
 
-@pytest.mark.parametrize(("count", "program"), [(2, another_size), (2, unusual_state_dicts), (3, load_on_some_ranks)])
+def truncated(rank: int, path: Path) -> None:
+    """A rank that cannot read all of its part leaves both with what they had; then they load into the same."""
+    expected = save(rank, path, "mixed", "DeferredAdamW")
+    file = path / "__0_0.distcp"  # the other has the orders of rows, which are read first
+    whole = file.read_bytes()
+    for steps in (range(0), range(2)):
+        (tables, optimizer), (others, its) = (make("mixed", "DeferredAdamW", seed=2) for _ in range(2))
+        train(tables, optimizer, steps)
+        train(others, its, steps)
+        its.flush()
+        state: dict[str, Any] = {"model": tables.state_dict(), "optimizer": optimizer.state_dict()}
+        dist.barrier()
+        file.write_bytes(whole[:-2000])
+        for into in (state, {"model": tables, "optimizer": optimizer}):
+            with pytest.raises(CheckpointException):
+                distributed.load(into, path)
+        train(tables, optimizer, range(2, 4))
+        train(others, its, range(2, 4))
+        assert_same([contents(tables)], [contents(others)])
+        file.write_bytes(whole)
+        distributed.load({"model": tables, "optimizer": optimizer}, path)
+        loaded = contents(tables)
+        train(tables, optimizer, range(4, 8))
+        assert_same([loaded, contents(tables)], expected)
+
+
+@pytest.mark.parametrize(
+    ("count", "program"), [(2, another_size), (2, unusual_state_dicts), (3, load_on_some_ranks), (2, truncated)]
+)
 def test_rows_arrive_in_order_or_are_refused(ranks: Ranks, tmp_path: Path, count: int, program: Any) -> None:
     ranks.run(count, program, tmp_path)
