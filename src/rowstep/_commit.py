@@ -74,11 +74,18 @@ def _refuse_if(moved: list[bool], shape: tuple[int, ...], _: Any) -> None:
 _wrappers: MutableMapping[int, DistributedDataParallel] = weakref.WeakValueDictionary()
 """By the id of a parameter, which the wrapper keeps alive. Not an attribute of it, which would be pickled with it."""
 
+_wrappers_of_tables: MutableMapping[int, DistributedDataParallel] = weakref.WeakValueDictionary()
 
-def note_ddp(wrapper: DistributedDataParallel, params: Iterable[Tensor]) -> None:
-    """Note that this wrapper averages the gradients of these parameters."""
-    for param in params:
-        _wrappers[id(param)] = wrapper
+
+def note_ddp(wrapper: DistributedDataParallel, params: Iterable[Tensor], tables: Iterable[Tensor]) -> None:
+    """Note that this wrapper averages the gradients of these parameters, of which some are tables."""
+    _wrappers.update((id(param), wrapper) for param in params)
+    _wrappers_of_tables.update((id(table), wrapper) for table in tables)
+
+
+def is_averaged_table(param: Tensor) -> bool:
+    """Whether ``rowstep.distributed.ddp`` averages its gradients, which are sparse: before there is one, it tells."""
+    return id(param) in _wrappers_of_tables
 
 
 def is_averaged(param: Tensor) -> bool:

@@ -169,7 +169,7 @@ def as_local_state(state: State, param: Tensor) -> State:
     """
     part, constants = part_of(param), state.get(ROW_ORDER)
     if part is None and constants is None:
-        cut = [] if _is_dtensor(param) else [key for key in row_slots(state) if _is_dtensor(state[key])]
+        cut = [] if is_dtensor(param) else [key for key in row_slots(state) if is_dtensor(state[key])]
         return state | {key: state[key].full_tensor() for key in cut}
     if part is None:
         part = TablePart(RowOrder.by_id(len(param)), range(len(param)), peers=None)
@@ -194,7 +194,8 @@ def for_each_param(state_dict: StateDict, params: list[Tensor], change: Callable
     return state_dict | {"state": states}
 
 
-def _is_dtensor(value: Tensor) -> bool:
+def is_dtensor(value: Tensor) -> bool:
+    """Whether this is one of torch's own distributed tensors."""
     if type(value) in (Tensor, torch.nn.Parameter):  # spares them an import of 0.8 s
         return False
     from torch.distributed.tensor import DTensor

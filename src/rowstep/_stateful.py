@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from . import _part, _surgery
+from ._commit import is_averaged_table
 from ._loading import check_slots, check_states, check_structure, separate_counts, tidied, uncast_slots
 from ._options import HOW_TORCH_STEPS, check_group, check_learning_rate
 from ._state import State, StateSpec, misfit, row_moment_flaw
@@ -167,7 +168,8 @@ class StatefulOptimizer(Optimizer):
                 for param in group["params"]:
                     if param.requires_grad:
                         state, of_tables = self.state[param], StateSpec.under(group)
-                        is_table = _part.is_part(param) or of_tables.holds_table_state(state, param)
+                        is_known = _part.is_part(param) or is_averaged_table(param)
+                        is_table = is_known or of_tables.holds_table_state(state, param)
                         spec = of_tables if is_table else StateSpec.under(group, in_a_table=False)
                         # A Tensor whatever the gradients will be: torch's checkpoints read either kind into a Tensor,
                         # but only an int into an int.

@@ -1,7 +1,8 @@
 """Tables that are looked up together: as one process with plain tables, wherever the tables are.
 
-Random programs, with empty micro-batches and gradients that add up, end where one process ends. Each seed is a program,
-with the optimizers in turn. ``ROWSTEP_LONG=1`` runs a hundred.
+Random programs, with empty micro-batches and gradients that add up, end where one process ends, also where another
+number of ranks goes on from a checkpoint. Each seed is a program, with the optimizers in turn. ``ROWSTEP_LONG=1`` runs
+200.
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_saver
 
 import rowstep
-from rowstep.distributed import ShardedEmbeddingCollection, count_traffic
+from rowstep.distributed import ShardedEmbeddingCollection, count_traffic, ddp, load
 from tests.helpers.ranks import Ranks
 
 DTYPE = torch.float64
@@ -114,7 +119,7 @@ OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
     lambda params: rowstep.DeferredAdam(params, lr=torch.tensor(0.01), maximize=True, eps=1e-6),
     lambda params: rowstep.DeferredAdamW(params, lr=0.01, weight_decay=0.3),
 ]
-PROGRAMS = 100 if os.environ.get("ROWSTEP_LONG") else len(OPTIMIZERS)
+PROGRAMS = 200 if os.environ.get("ROWSTEP_LONG") else 12
 
 
 class Program:
@@ -124,10 +129,18 @@ class Program:
         draw = self._draw = random.Random(seed)
         torch.manual_seed(seed)
         self.tables: dict[str, Plain] = {f"t{number}": self._table() for number in range(draw.randint(1, 4))}
-        self.places = {name: draw.choice(["divided", "divided", "everywhere"]) for name in self.tables}
-        steps, self.limit = draw.randint(3, 8), draw.choice([None, 0.5])
-        self.passes = [draw.randint(1, 4) for _ in range(steps)]
-        self.seed = seed
+        sharded = list(self.tables)
+        if draw.random() < 0.4:
+            self.tables["plain"] = self._table()  # on every rank, for ddp to average
+        self.limit, self.seed = draw.choice([None, 0.5]), seed
+        self.make = OPTIMIZERS[seed % len(OPTIMIZERS)]
+        # For every run: how many ranks, where each table is, and how many backward passes each step has. All but the
+        # first go on from a checkpoint, which torch's optimizer has none of.
+        self.runs: list[tuple[int, dict[str, str], list[int]]] = []
+        for run in range(1 if self.make is OPTIMIZERS[5] else draw.randint(1, 3)):
+            count = 1 + seed % 4 if run == 0 else draw.choice([n for n in (1, 2, 3, 4) if n != self.runs[-1][0]])
+            places = {name: draw.choice(["divided", "divided", "everywhere"]) for name in sharded}
+            self.runs.append((count, places, [draw.randint(1, 4) for _ in range(draw.randint(2, 6))]))
 
     def _table(self) -> Plain:
         draw = self._draw
@@ -140,18 +153,20 @@ class Program:
             rows, width, mode=mode, padding_idx=padding, include_last_offset=last, sparse=True, dtype=DTYPE
         )
 
-    def ids(self, step: int, micro: int, rank: int) -> dict[str, Any]:
-        """Now and then a table is left out, has no ids, or has one id many times, which another rank may own.
+    def ids(self, now: tuple[int, ...]) -> dict[str, Any]:
+        """Of a run, step, micro-batch and rank.
 
-        Of a bag there may be offsets and weights, and ids of int32.
+        Now and then a table is left out, has no ids, or has one id many times, which another rank may own. Of a bag
+        there may be offsets and weights, and ids of int32.
 
-        The first is never left out: a rank takes part in a backward pass by what it has looked up.
+        The first is never left out, nor the plain one: a rank takes part in a backward pass, of the tables' and of
+        torch's DDP, by what it has looked up.
         """
-        draw = random.Random(f"{self.seed} {step} {micro} {rank}")
+        draw = random.Random(f"{self.seed} {now}")
         found: dict[str, Any] = {}
         all_empty = draw.random() < 0.3
         for name, table in self.tables.items():
-            if found and draw.random() < 0.15:
+            if found and name != "plain" and draw.random() < 0.15:
                 continue
             count = 0 if all_empty else draw.choice([0, 1, 5])
             rows, shape = table.num_embeddings, (count, 2) if isinstance(table, nn.EmbeddingBag) else (count,)
@@ -170,9 +185,8 @@ class Program:
         parts = [(value.sin() * torch.linspace(1, 2, value.shape[-1], dtype=DTYPE)).sum() for value in read.values()]
         return torch.stack(parts).sum()
 
-    def train(self, model: nn.Module, losses: Callable[[int, int], Iterable[Tensor]]) -> None:
-        optimizer = OPTIMIZERS[self.seed % len(OPTIMIZERS)](model.parameters())
-        for step, passes in enumerate(self.passes):
+    def train(self, run: int, model: nn.Module, optimizer: Any, losses: Callable[[int, int], Iterable[Tensor]]) -> None:
+        for step, passes in enumerate(self.runs[run][2]):
             optimizer.zero_grad()
             for micro in range(passes):
                 for loss in losses(step, micro):
@@ -182,32 +196,59 @@ class Program:
             optimizer.step()
 
 
-def train_together(rank: int, seed: int) -> dict[str, Tensor]:
+class Model(nn.Module):
+    """The tables of a program, where a run has them."""
+
+    def __init__(self, program: Program, run: int) -> None:
+        super().__init__()
+        places = program.runs[run][1]
+        self.sharded = ShardedEmbeddingCollection({name: program.tables[name] for name in places}, plan=places)
+        self.plain = nn.ModuleDict({name: table for name, table in program.tables.items() if name not in places})
+
+    def forward(self, ids: dict[str, Any]) -> dict[str, Tensor]:
+        read: dict[str, Tensor] = self.sharded({name: ids[name] for name in ids if name not in self.plain})
+        return read | {name: look_up(table, ids[name]) for name, table in self.plain.items() if name in ids}
+
+
+def look_up(table: nn.Module, ids: Any) -> Tensor:
+    result: Tensor = table(*(ids if isinstance(ids, tuple) else (ids,)))
+    return result
+
+
+def train_together(rank: int, seed: int, run: int, path: Path) -> dict[str, Tensor]:
     program = Program(seed)
-    tables = ShardedEmbeddingCollection(program.tables, plan=program.places)
-    program.train(tables, lambda step, micro: [program.loss(tables(program.ids(step, micro, rank)))])
-    return {name: tables[name].full_weight() for name in tables}
+    model: Any = Model(program, run)
+    wrapped = ddp(model) if len(model.plain) and dist.is_initialized() else model
+    optimizer = program.make(model.parameters())
+    if run > 0:
+        load({"model": model, "optimizer": optimizer}, path / str(run - 1))
+    program.train(run, model, optimizer, lambda *now: [program.loss(wrapped(program.ids((run, *now, rank))))])
+    if run + 1 < len(program.runs):
+        state_dict_saver.save({"model": model, "optimizer": optimizer}, checkpoint_id=path / str(run))
+    whole: dict[str, Tensor] = {name: model.sharded[name].full_weight() for name in model.sharded}
+    return whole | {name: table.weight.detach().clone() for name, table in model.plain.items()}
 
 
-def train_alone(seed: int, ranks: int) -> dict[str, Tensor]:
+def train_alone(seed: int) -> dict[str, Tensor]:
     program = Program(seed)
+    model = nn.ModuleDict(program.tables)
+    optimizer = program.make(model.parameters())
 
-    def losses(step: int, micro: int) -> Iterator[Tensor]:
-        for rank in range(ranks):
-            ids = program.ids(step, micro, rank)
-            read = {
-                name: program.tables[name](*(each if isinstance(each, tuple) else (each,)))
-                for name, each in ids.items()
-            }
-            yield program.loss(read) / ranks
+    def losses(run: int, *now: int) -> Iterator[Tensor]:
+        ranks = program.runs[run][0]
+        for ids in (program.ids((run, *now, rank)) for rank in range(ranks)):
+            yield program.loss({name: look_up(program.tables[name], ids[name]) for name in ids}) / ranks
 
-    program.train(nn.ModuleDict(program.tables), losses)
+    for run in range(len(program.runs)):
+        program.train(run, model, optimizer, partial(losses, run))
     return {name: table.weight.detach().clone() for name, table in program.tables.items()}
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 @pytest.mark.parametrize("seed", range(PROGRAMS))
-def test_a_random_program_ends_where_one_process_ends(ranks: Ranks, seed: int) -> None:
-    count = 1 + seed % 4
-    expected = train_alone(seed, count)
-    for found in ranks.run(count, train_together, seed) if count > 1 else [train_together(0, seed)]:
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
+def test_a_random_program_ends_where_one_process_ends(ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    for run, (count, *_) in enumerate(Program(seed).runs):
+        arguments = (seed, run, tmp_path)
+        ends = ranks.run(count, train_together, *arguments) if count > 1 else [train_together(0, *arguments)]
+    for found in ends:
+        torch.testing.assert_close(found, train_alone(seed), rtol=0, atol=1e-11)

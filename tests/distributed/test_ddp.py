@@ -290,3 +290,27 @@ def tables_that_change_sides(rank: int) -> None:
 )
 def test_only_tables_that_some_rank_used_have_a_gradient(ranks: Ranks, program: Callable[[int], None]) -> None:
     ranks.run(2, program)
+
+
+def evaluate_other_ids(rank: int, is_flushed: bool) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    plain, everywhere = nn.Embedding(50, 8, sparse=True), ShardedEmbedding(50, 8, placement="everywhere")
+    wrapped = ddp(plain, find_unused_parameters=False)
+    optimizer = rowstep.DeferredAdamW([plain.weight, everywhere.weight], lr=0.01)
+    for step in range(40):
+        optimizer.zero_grad()
+        ids = torch.arange(step + 20 * rank, step + 60, 7) % 50
+        torch.autograd.backward([wrapped(ids).sin().sum(), everywhere(ids).sin().sum()])
+        optimizer.step()
+        if is_flushed:
+            optimizer.flush(plain.weight)
+        with torch.no_grad():
+            plain(torch.arange(rank, 50, 2)), everywhere(torch.arange(rank, 50, 2))
+    return plain.weight.detach(), everywhere.weight.detach()
+
+
+def test_replicas_are_alike_if_they_are_flushed_before_ranks_evaluate_different_ids(ranks: Ranks) -> None:
+    for is_flushed in (False, True):
+        one, other = ranks.run(2, evaluate_other_ids, is_flushed)
+        assert torch.equal(one[0], other[0]) == is_flushed  # else docs/distributed.md need not ask for it
+        assert torch.equal(one[1], other[1])  # these send their ids: all ranks catch up alike

@@ -56,3 +56,21 @@ def test_layers_under_fsdp_step_beside_tables(
     expected = trained(None, name, options, is_sharded)
     for found in ranks.run(2, trained, name, options, is_sharded):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+def wrap_a_table(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for placement in ("divided", "everywhere"):
+        tables: list[Any] = [ShardedEmbedding(51, 8, placement=placement) for _ in range(2)]
+        weights = [table.weight for table in tables]
+        with pytest.raises(TypeError, match=r"weight of table \d is to become a DTensor, as by fully_shard; expected"):
+            fully_shard(nn.Sequential(tables[0], nn.Linear(8, 4)), mesh=mesh)
+        model = fully_shard(nn.Sequential(tables[1], nn.Linear(8, 4)), mesh=mesh, ignored_params={weights[1]})
+        for module, table, weight in zip((tables[0], model), tables, weights, strict=True):
+            assert table.weight is weight
+            torch.autograd.backward(module(torch.arange(5) + rank).sum())
+            assert weight.grad is not None
+
+
+def test_fully_shard_over_a_sharded_table_is_refused(ranks: Ranks) -> None:
+    ranks.run(2, wrap_a_table)

@@ -148,6 +148,22 @@ def go_on_or_in_another_order(rank: int) -> None:
     assert "backward pass of the lookup of table 1" in message_of(again[rank].backward)
 
 
+def wraps_again(rank: int) -> None:
+    dense = nn.Linear(WIDTH, 1)
+    one, other = (ShardedEmbedding(ROWS, WIDTH) for _ in range(2))
+    wrapped = ddp(dense)
+    read = [one(IDS), other(IDS)]
+    assert "backward pass of the lookup of table 2" in message_of(wrapped(sum(read[: 1 + rank])).sum().backward)
+    with pytest.raises(RuntimeError):
+        torch.autograd.backward(wrapped(one(IDS)).sum())
+    dist.barrier()
+    del wrapped
+    dense.zero_grad()
+    wrapped = ddp(dense)
+    torch.autograd.backward(wrapped(torch.full((3, WIDTH), 1.0 + rank)).sum())
+    assert [param.grad.unique().tolist() for param in dense.parameters()] == [[4.5], [3.0]]  # type: ignore[union-attr]
+
+
 def clips_instead(rank: int) -> None:
     table = ShardedEmbedding(ROWS, WIDTH)
     loss = table(IDS).sum()
@@ -234,6 +250,7 @@ def uses_its_own_group(rank: int) -> None:
 
 PROGRAMS = [other_tables, other_dtypes, other_options, look_up_a_copy, goes_on_to_the_next_step, clips_instead]
 PROGRAMS += [go_on_or_in_another_order, sums_of_different_things, other_copies, uses_its_own_group, all_leave_it_out]
+PROGRAMS += [wraps_again]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -15,7 +15,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     get_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
@@ -249,6 +251,39 @@ def test_torch_s_state_dicts_by_name_are_written_through_ddp_while_training_goes
         assert not isinstance(gathered["0.weight"], DTensor)
 
 
+def load_mixed(rank: int, path: Path, momentum: float) -> None:
+    """Tables of every kind: divided and everywhere in a collection, and a plain one under ddp."""
+
+    def made() -> tuple[Any, Any]:
+        tables = ShardedEmbeddingCollection({"divided": (ROWS, WIDTH), "everywhere": (17, WIDTH)})
+        model = nn.ModuleDict({"tables": tables, "plain": distributed.ddp(nn.Embedding(7, WIDTH, sparse=True))})
+        return model, rowstep.DeferredAdamW(model, second_moment="row", betas=(momentum, 0.99))
+
+    (model, optimizer), ids = made(), torch.tensor([rank, 5])
+    read = model["tables"]({"divided": ids, "everywhere": ids}) | {"plain": model["plain"](ids)}
+    torch.autograd.backward([each.sum() for each in read.values()])
+    optimizer.step()
+    state_dict_saver.save({"optimizer": optimizer}, checkpoint_id=path)
+    full, flat = "full_state_dict", "flatten_optimizer_state_dict"
+    for way in ("dcp.load", "", full, flat, f"{full} broadcast_from_rank0"):
+        other, its = made()
+        if way == "dcp.load":
+            state_dict_loader.load({"optimizer": its}, checkpoint_id=path)
+        else:
+            options: Any = StateDictOptions(**dict.fromkeys(way.split(), True))  # type: ignore[arg-type]
+            saved = get_optimizer_state_dict(model, optimizer, options=options)
+            set_optimizer_state_dict(other, its, {} if rank and "rank0" in way else saved, options=options)
+        for param, own in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(dict(its.state[own]), dict(optimizer.state[param]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0])
+def test_torch_loads_the_state_of_replicated_tables_beside_sharded_ones(
+    ranks: Ranks, tmp_path: Path, momentum: float
+) -> None:
+    ranks.run(2, load_mixed, tmp_path, momentum)
+
+
 def another_size(rank: int, path: Path) -> None:
     state_dict_saver.save({"words": ShardedEmbedding(ROWS, WIDTH).state_dict()}, checkpoint_id=path)
     other = ShardedEmbedding(ROWS + 1, WIDTH)
@@ -329,6 +364,34 @@ def load_on_some_ranks(rank: int, path: Path) -> None:
             assert torch.equal(beside.weight, before)
 
 
-@pytest.mark.parametrize(("count", "program"), [(2, another_size), (2, unusual_state_dicts), (3, load_on_some_ranks)])
+def truncated(rank: int, path: Path) -> None:
+    """A rank that cannot read all of its part leaves both with what they had; then they load into the same."""
+    expected = save(rank, path, "mixed", "DeferredAdamW")
+    file = path / "__0_0.distcp"  # the other has the orders of rows, which are read first
+    whole = file.read_bytes()
+    for steps in (range(0), range(2)):
+        (tables, optimizer), (others, its) = (make("mixed", "DeferredAdamW", seed=2) for _ in range(2))
+        train(tables, optimizer, steps)
+        train(others, its, steps)
+        its.flush()
+        state: dict[str, Any] = {"model": tables.state_dict(), "optimizer": optimizer.state_dict()}
+        dist.barrier()
+        file.write_bytes(whole[:-2000])
+        for into in (state, {"model": tables, "optimizer": optimizer}):
+            with pytest.raises(CheckpointException):
+                distributed.load(into, path)
+        train(tables, optimizer, range(2, 4))
+        train(others, its, range(2, 4))
+        assert_same([contents(tables)], [contents(others)])
+        file.write_bytes(whole)
+        distributed.load({"model": tables, "optimizer": optimizer}, path)
+        loaded = contents(tables)
+        train(tables, optimizer, range(4, 8))
+        assert_same([loaded, contents(tables)], expected)
+
+
+@pytest.mark.parametrize(
+    ("count", "program"), [(2, another_size), (2, unusual_state_dicts), (3, load_on_some_ranks), (2, truncated)]
+)
 def test_rows_arrive_in_order_or_are_refused(ranks: Ranks, tmp_path: Path, count: int, program: Any) -> None:
     ranks.run(count, program, tmp_path)

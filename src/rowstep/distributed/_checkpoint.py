@@ -11,6 +11,7 @@ The constants of a spread order are beside its tensors, under the key ``rowstep_
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor, zeros
 
@@ -60,6 +62,9 @@ def load(
     second moment per row) is loaded even if the optimizer was created with other options. If the checkpoint has no
     ``row_step``, the counts start from the history that the moments show.
 
+    Everything is read before anything changes: if a rank cannot read its part, all ranks raise, and models and
+    optimizers are as before. This takes the memory of what is loaded a second time.
+
     Args:
         state_dict: models, optimizers or state dicts, by name. They are loaded in place.
         checkpoint_id: the folder of the checkpoint.
@@ -86,19 +91,69 @@ def load(
             raise ValueError("neither checkpoint_id nor storage_reader was given; expected one of them")
         storage_reader = FileSystemReader(checkpoint_id)
     storage_reader.reset(checkpoint_id)
-    for value in state_dict.values():
-        if isinstance(value, RowOptimizer):
-            value.allocate_state()
     group = None if no_dist else _exchange.default_group(process_group)
     constants = _exchange.agree(_LOADING, lambda: _saved_constants(storage_reader), group)
     options = {"checkpoint_id": checkpoint_id, "process_group": process_group, "no_dist": no_dist}
-    _load_by_torch(state_dict, storage_reader, planner=_Planner(constants, allow_partial_load), **options)
+    room = {key: _copied(_state_dict_of(value)) for key, value in state_dict.items()}
+    _load_by_torch(room, storage_reader, planner=_Planner(constants, allow_partial_load), **options)
+    # Every rank has read everything. Optimizers first: they look at all of it before they change.
+    for key in sorted(state_dict, key=lambda key: (not isinstance(state_dict[key], RowOptimizer), key)):
+        value = state_dict[key]
+        if isinstance(value, Stateful):
+            value.load_state_dict(room.pop(key))
+        else:
+            state_dict[key] = _moved_into(value, room.pop(key))
 
 
 def _load_by_torch(state_dict: dict[str, Any], reader: StorageReader, **options: Any) -> None:
     with warnings.catch_warnings():  # of a single process
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         dcp_load(state_dict, storage_reader=reader, **options)
+
+
+def _state_dict_of(value: Any) -> Any:
+    """What torch loads into. An optimizer that has no state yet has a complete one here, and still none itself."""
+    if not isinstance(value, RowOptimizer):
+        return value.state_dict() if isinstance(value, Stateful) else value
+    fresh = [param for param in value._all_params() if not value.state.get(param)]
+    try:
+        value.allocate_state()
+        return value.state_dict()
+    finally:
+        for param in fresh:
+            value.state.pop(param, None)  # a frozen one has got none
+
+
+def _copied(value: Any) -> Any:
+    """A state dict with tensors of its own."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if not isinstance(value, (dict, list)):
+        return value
+    made = copy.copy(value)  # with the versions that a module's state dict has beside it
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+        made[key] = _copied(each)
+    return made
+
+
+def _moved_into(own: Any, loaded: Any) -> Any:
+    """A state dict with what was loaded, in place wherever it fits."""
+    if (
+        isinstance(own, Tensor)
+        and isinstance(loaded, Tensor)
+        and (own.shape, own.dtype) == (loaded.shape, loaded.dtype)
+    ):
+        own.detach().copy_(loaded)
+        return own
+    if isinstance(own, dict) and isinstance(loaded, dict):
+        made = {key: _moved_into(own.get(key), each) for key, each in loaded.items()}
+        own.clear()
+        own.update(made)
+    elif isinstance(own, list) and isinstance(loaded, list) and len(own) == len(loaded):
+        own[:] = [_moved_into(*each) for each in zip(own, loaded, strict=True)]
+    else:
+        return loaded
+    return own
 
 
 def _saved_constants(reader: StorageReader) -> dict[str, Tensor]:

@@ -109,7 +109,7 @@ def ddp(model: nn.Module, process_group: ProcessGroup | None = None, **options: 
         options.setdefault("find_unused_parameters", True)
     twin = _exchange.twin_group(group)
     wrapped = _DataParallel(model, process_group=twin, **options)
-    note_ddp(wrapped, parameters_of_ddp(wrapped))
+    note_ddp(wrapped, parameters_of_ddp(wrapped), tables)
     if tables:
         wrapped.register_comm_hook(twin, _average)
         if wrapped.find_unused_parameters:

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F  # noqa: N812  # as torch's own documents have it
 
 from .._layout import RowOrder
-from .._part import ROW_ORDER, TablePart, mark
+from .._part import ROW_ORDER, TablePart, is_dtensor, mark
 from . import _exchange
 from ._fetch import Arguments, JointLookup
 from ._operation import Identity, Operation, new_identity
@@ -155,6 +155,11 @@ class ShardedTable(nn.Module, Generic[_Plain]):
         return None if peers is None else peers.group
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and is_dtensor(value):
+            raise TypeError(
+                f"the weight of {self.label} is to become a DTensor, as by fully_shard; expected a plain Parameter, "
+                "because the table is sharded already: leave it out, by fully_shard(..., ignored_params={table.weight})"
+            )
         super().__setattr__(name, value)
         if name == "weight":
             mark(self.weight, self._shard)
