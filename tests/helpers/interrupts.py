@@ -35,13 +35,14 @@ class Interrupter:
 
     def run(self, action: Callable[[], object]) -> bool:
         """Do it, and tell whether it was interrupted."""
+        before = sys.gettrace()
         sys.settrace(self)
         try:
             action()
         except KeyboardInterrupt:
             return True
         finally:
-            sys.settrace(None)
+            sys.settrace(before)
         return False
 
 
