@@ -30,13 +30,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor, zeros
 
-from .._layout import RowOrder, is_spread
+from .._layout import RowOrder, blocks, is_spread
 from .._optimizer import RowOptimizer
 from .._part import ROW_ORDER
 from .._state import SLOTS
 from . import _exchange
 from ._operation import Operation
-from ._placement import Placement
 
 _PER_ROW = frozenset(name for name, slot in SLOTS.items() if slot.is_per_row)
 _LOADING = Operation("loading of a checkpoint")
@@ -302,7 +301,7 @@ def _local_block(value: Tensor) -> tuple[Tensor, range]:
     if not isinstance(value, DTensor):
         return value.detach(), range(len(value))
     mesh = value.device_mesh
-    return value.to_local().detach(), Placement(len(value), mesh.size()).of(mesh.get_local_rank())
+    return value.to_local().detach(), blocks(len(value), mesh.size())[mesh.get_local_rank()]
 
 
 def _drop(nested: Any, path: Sequence[Any]) -> None:
