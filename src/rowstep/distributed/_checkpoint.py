@@ -94,15 +94,15 @@ def load(
     group = None if no_dist else _exchange.default_group(process_group)
     constants = _exchange.agree(_LOADING, lambda: _saved_constants(storage_reader), group)
     options = {"checkpoint_id": checkpoint_id, "process_group": process_group, "no_dist": no_dist}
-    room = {key: copy.deepcopy(_state_dict_of(value)) for key, value in state_dict.items()}
-    _load_by_torch(room, storage_reader, planner=_Planner(constants, allow_partial_load), **options)
+    copies = {key: copy.deepcopy(_state_dict_of(value)) for key, value in state_dict.items()}
+    _load_by_torch(copies, storage_reader, planner=_Planner(constants, allow_partial_load), **options)
     # Every rank has read everything. Optimizers first: they look at all of it before they change.
     for key in sorted(state_dict, key=lambda key: (not isinstance(state_dict[key], RowOptimizer), key)):
         value = state_dict[key]
         if isinstance(value, Stateful):
-            value.load_state_dict(room.pop(key))
+            value.load_state_dict(copies.pop(key))
         else:
-            state_dict[key] = _write_into(value, room.pop(key))
+            state_dict[key] = _write_into(value, copies.pop(key))
 
 
 def _load_by_torch(state_dict: dict[str, Any], reader: StorageReader, **options: Any) -> None:

@@ -244,7 +244,7 @@ def all_gather(tensors: Sequence[Tensor], operation: Operation, group: ProcessGr
     to_each = [torch.cat([tensor] * len(lengths)) for tensor in tensors]
     arrived = all_to_all("gathered", to_each, sizes, expected, operation, group)
     if len(lengths) == 1:
-        count("gathered", 0)
+        count("gathered", 0)  # it took part, though there was nobody to send to
     return [as_rows(parts, sum(lengths), like) for parts, like in zip(arrived, tensors, strict=True)]
 
 

@@ -1,7 +1,7 @@
 """A lookup over ranks, in one table or in many at once, in which every rank takes part whether it has ids or not.
 
     headers     each rank tells each other what it looks up, how many rows it wants, and whether it has failed
-    ids         the rows wanted, as row numbers of their owner
+    ids         the keys of the rows wanted, to their owners
     vote        whether every owner could read what was requested of it
     rows        the distinct rows, from their owners to the ranks that requested them
 
@@ -75,7 +75,7 @@ class JointLookup:
     """Looks up tables that share a process group together: always the same ones, in the same order.
 
     A row has a key: its position, plus where its table starts among all. Distinct keys in ascending order are sorted by
-    table, and within a table by owner.
+    table, and within a table by owner. (A table that is everywhere has room for a block per rank too, and uses one.)
     """
 
     def __init__(self, tables: Sequence[ShardedTable[Any]]) -> None:
@@ -86,7 +86,7 @@ class JointLookup:
             [start + rank * block for rank in range(self._ranks)]
             for start, block in zip(self._starts, blocks, strict=True)
         ]
-        """Of each table and rank."""
+        """The first key of each table and rank."""
         self._key_dtype = torch.int32 if end < 2**31 else torch.int64  # sorts 1.4x faster
         self._operations: dict[tuple[object, ...], Operation] = {}
         self._is_compared = False
