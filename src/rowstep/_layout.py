@@ -58,20 +58,16 @@ class RowOrder(NamedTuple):
         return cls(rows, multiplier, 0)
 
     @classmethod
-    def loaded(cls, constants: object, rows: int) -> RowOrder:
-        """The order of a table of so many rows, from what a checkpoint says of it."""
+    def of(cls, shape: Sequence[int], constants: object, rows: int) -> RowOrder:
+        """The order of a tensor of a state dict. The constants, if any came along, say which spread order it is."""
+        if constants is None:
+            return cls.spread(rows) if is_spread(shape) else cls.by_id(rows)
         if not isinstance(constants, Tensor) or constants.shape != (3,) or constants.dtype != torch.int64:
             raise ValueError(f"the loaded row order is {constants!r}; expected an int64 tensor of three numbers")
         order = cls(*constants.tolist())
         if order.rows != rows or math.gcd(order.multiplier, rows) > 1 or min(order.multiplier, order.offset) < 0:
             raise ValueError(f"the loaded row order is {order}; expected an order of {rows} rows")
-        return order
-
-    @classmethod
-    def of(cls, shape: Sequence[int], constants: object, rows: int) -> RowOrder:
-        """The order of a tensor of a state dict. The constants, if any came along, say which spread order it is."""
-        loaded = cls.spread(rows) if constants is None else cls.loaded(constants, rows)
-        return loaded if is_spread(shape) else cls.by_id(rows)
+        return order if is_spread(shape) else cls.by_id(rows)
 
     @property
     def is_by_id(self) -> bool:
@@ -94,6 +90,15 @@ class RowOrder(NamedTuple):
         if not self.rows:
             return positions
         return _times((positions - self.offset) % self.rows, pow(self.multiplier, -1, self.rows), self.rows)
+
+
+def blocks(rows: int, ranks: int) -> list[range]:
+    """The positions that each rank holds: blocks of one size, but the last ones may be shorter or empty.
+
+    That is how ``torch.distributed.tensor.Shard(0)`` cuts a dimension, so a block is a shard to torch.
+    """
+    size = -(-rows // ranks)
+    return [range(min(rank * size, rows), min((rank + 1) * size, rows)) for rank in range(ranks)]
 
 
 def is_spread(shape: Sequence[int]) -> bool:

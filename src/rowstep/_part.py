@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class TablePart:
     is_everywhere: bool = False
     """Whether every rank has the whole table, instead of a part of it."""
     identity: tuple[int, ...] = ()
-    """By which ranks know the table."""
+    """Table id, identical on all ranks."""
 
     @property
     def order_as_tensor(self) -> Tensor:
@@ -78,30 +78,28 @@ class TablePart:
         mesh = DeviceMesh.from_group(self.peers.group, local.device.type)
         return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
-    def order_of(self, constants: object, value: Tensor) -> RowOrder:
-        """The order of a loaded tensor, from its shape and the constants that came with it, if any."""
-        return RowOrder.of(value.shape, constants, self.order.rows)
+    def as_local(self, value: Tensor, constants: object = None, dim: int = 2) -> Tensor:
+        """This rank's rows of a whole table's tensor; of a DTensor that is cut as the table is, a view.
 
-    def as_local(self, value: Tensor, order: RowOrder, dim: int = 2) -> Tensor:
-        """This rank's rows of a whole table's tensor, which is laid out in ``order``; of its own blocks, a view.
-
-        ``dim`` is how many dimensions the tensor has here: 2, or 1 with a number per row.
+        Args:
+            value: as it is in a state dict.
+            constants: of the order of its rows, if any came with it.
+            dim: how many dimensions the tensor has here: 2, or 1 with a number per row.
         """
-        from torch.distributed.tensor import DTensor
-
         if value.shape[:1] != (self.order.rows,) or (is_spread(value.shape) and value.shape[dim:].numel() != 1):
             raise ValueError(
                 f"the loaded tensor has shape {tuple(value.shape)}; expected all {self.order.rows} rows of the table, "
                 "as state_dict() returns them"
             )
-        if isinstance(value, DTensor):
+        order = RowOrder.of(value.shape, constants, self.order.rows)
+        if is_dtensor(value):
             local = value.to_local()
             if local.dim() != value.dim():  # torch has put a block into a place of another shape
                 raise ValueError(
                     f"the loaded DTensor has shape {tuple(value.shape)}, but {tuple(local.shape)} on this rank; "
                     "expected the same dimensions"
                 )
-            if order == self.order and self._is_own_block(value):
+            if order == self.order and self._is_cut_as(value):
                 return _as_in_models(local, dim)
             value = value.full_tensor()  # it knows its ranks: a parameter that is whole has no peers to ask
         value = _as_in_models(value, dim)
@@ -110,15 +108,13 @@ class TablePart:
         positions = torch.arange(self.positions.start, self.positions.stop, device=value.device)
         return value.index_select(0, order.positions(self.order.ids(positions)))
 
-    def _is_own_block(self, value: DTensor) -> bool:
+    def _is_cut_as(self, value: DTensor) -> bool:
         """Whether what this rank holds of a DTensor are the rows of this part."""
         from torch.distributed import get_process_group_ranks
-        from torch.distributed.tensor import Shard
 
-        if self.peers is None or value.placements != (Shard(0),):
+        if self.peers is None or not (len(value.placements) == 1 and value.placements[0].is_shard(0)):
             return False
-        ranks: list[int] = value.device_mesh.mesh.tolist()
-        return ranks == get_process_group_ranks(self.peers.group)
+        return bool(value.device_mesh.mesh.tolist() == get_process_group_ranks(self.peers.group))
 
 
 def peers_of(params: Iterable[Tensor]) -> list[Peers]:
@@ -128,7 +124,7 @@ def peers_of(params: Iterable[Tensor]) -> list[Peers]:
 
 
 def identities(params: Iterable[Tensor]) -> list[tuple[int, ...]]:
-    """By which ranks know the tables of these parameters."""
+    """The ids of the tables of these parameters, identical on all ranks."""
     return [part.identity for param in params if (part := part_of(param)) is not None]
 
 
@@ -175,8 +171,7 @@ def as_local_state(state: State, param: Tensor) -> State:
         part = TablePart(RowOrder.by_id(len(param)), range(len(param)), peers=None)
     local = {key: value for key, value in state.items() if key != ROW_ORDER}
     for key in row_slots(local):
-        order = part.order_of(constants, local[key])
-        local[key] = part.as_local(local[key], order, dim=1 if SLOTS[key].is_per_row else 2)
+        local[key] = part.as_local(local[key], constants, dim=1 if SLOTS[key].is_per_row else 2)
     return local
 
 
@@ -194,7 +189,7 @@ def for_each_param(state_dict: StateDict, params: list[Tensor], change: Callable
     return state_dict | {"state": states}
 
 
-def is_dtensor(value: Tensor) -> bool:
+def is_dtensor(value: Tensor) -> TypeGuard[DTensor]:
     """Whether this is one of torch's own distributed tensors."""
     if type(value) in (Tensor, torch.nn.Parameter):  # spares them an import of 0.8 s
         return False

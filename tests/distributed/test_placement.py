@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from rowstep import DeferredAdam, SparseAdam
-from rowstep._layout import RowOrder
+from rowstep._layout import RowOrder, blocks
 from rowstep.distributed import ShardedEmbedding, ShardedEmbeddingBag, ShardedEmbeddingCollection, count_traffic
-from rowstep.distributed._map import JointMap
-from rowstep.distributed._placement import SMALL_TABLE_ROWS, Placement
+from rowstep.distributed._collection import SMALL_TABLE_ROWS
+from rowstep.distributed._lookup import JointLookup
 from tests.helpers.ranks import Ranks
 
 # The order of rows
@@ -58,8 +58,7 @@ def test_numbers_beyond_the_square_root_of_63_bits_are_those_of_python(rows: int
 @example(1, 8)
 @example(0, 3)
 def test_blocks_hold_every_row_once_and_are_cut_as_torch_cuts(rows: int, ranks: int) -> None:
-    blocks = Placement(rows, ranks)
-    owned = [blocks.of(rank) for rank in range(ranks)]
+    owned = blocks(rows, ranks)
     assert [position for block in owned for position in block] == list(range(rows))
     for rank, block in enumerate(owned):
         size, start = Shard.local_shard_size_and_offset(rows, ranks, rank)
@@ -79,10 +78,10 @@ def zipf_ids(rows: int, count: int, exponent: float, generator: torch.Generator)
 
 def busiest_over_mean(order: RowOrder, ids_of_ranks: list[Tensor]) -> float:
     """How many rows the busiest rank is asked for, over the mean; each rank asks for a row once."""
-    blocks = Placement(order.rows, len(ids_of_ranks))
-    load = torch.zeros(len(ids_of_ranks))
+    ranks = len(ids_of_ranks)
+    load, block = torch.zeros(ranks), len(blocks(order.rows, ranks)[0])
     for ids in ids_of_ranks:
-        load += torch.bincount(torch.unique(order.positions(ids)) // blocks.span, minlength=len(ids_of_ranks))
+        load += torch.bincount(torch.unique(order.positions(ids)) // block, minlength=ranks)
     return float(load.max() / load.mean())
 
 
@@ -139,15 +138,15 @@ def traffic_of_a_step(rank: int, kind: str) -> dict[str, Any]:
 
 
 def traffic_of_steps(rank: int) -> list[dict[str, Any]]:
-    """Of several kinds of table, and as if a block had 2^31 rows or more."""
-    usual = JointMap.__init__
+    """Of several kinds of table, and as if tables had 2^31 rows or more."""
+    usual = JointLookup.__init__
 
-    def with_long_numbers(self: JointMap, *args: Any) -> None:
+    def with_long_numbers(self: JointLookup, *args: Any) -> None:
         usual(self, *args)
-        self._number_dtype = torch.int64
+        self._key_dtype = torch.int64
 
     found = [traffic_of_a_step(rank, kind) for kind in ("embedding", "bag", "float64")]
-    with mock.patch.object(JointMap, "__init__", with_long_numbers):
+    with mock.patch.object(JointLookup, "__init__", with_long_numbers):
         return [*found, traffic_of_a_step(rank, "embedding")]
 
 

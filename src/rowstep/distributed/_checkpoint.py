@@ -12,6 +12,7 @@ The constants of a spread order are beside its tensors, under the key ``rowstep_
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import warnings
 from collections.abc import Sequence
@@ -30,13 +31,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor, zeros
 
-from .._layout import RowOrder, is_spread
+from .._layout import RowOrder, blocks, is_spread
 from .._optimizer import RowOptimizer
 from .._part import ROW_ORDER
 from .._state import SLOTS
 from . import _exchange
 from ._operation import Operation
-from ._placement import Placement
 
 _PER_ROW = frozenset(name for name, slot in SLOTS.items() if slot.is_per_row)
 _LOADING = Operation("loading of a checkpoint")
@@ -94,15 +94,15 @@ def load(
     group = None if no_dist else _exchange.default_group(process_group)
     constants = _exchange.agree(_LOADING, lambda: _saved_constants(storage_reader), group)
     options = {"checkpoint_id": checkpoint_id, "process_group": process_group, "no_dist": no_dist}
-    room = {key: _copied(_state_dict_of(value)) for key, value in state_dict.items()}
-    _load_by_torch(room, storage_reader, planner=_Planner(constants, allow_partial_load), **options)
+    copies = {key: copy.deepcopy(_state_dict_of(value)) for key, value in state_dict.items()}
+    _load_by_torch(copies, storage_reader, planner=_Planner(constants, allow_partial_load), **options)
     # Every rank has read everything. Optimizers first: they look at all of it before they change.
     for key in sorted(state_dict, key=lambda key: (not isinstance(state_dict[key], RowOptimizer), key)):
         value = state_dict[key]
         if isinstance(value, Stateful):
-            value.load_state_dict(room.pop(key))
+            value.load_state_dict(copies.pop(key))
         else:
-            state_dict[key] = _moved_into(value, room.pop(key))
+            state_dict[key] = _write_into(value, copies.pop(key))
 
 
 def _load_by_torch(state_dict: dict[str, Any], reader: StorageReader, **options: Any) -> None:
@@ -124,33 +124,21 @@ def _state_dict_of(value: Any) -> Any:
             value.state.pop(param, None)  # a frozen one has got none
 
 
-def _copied(value: Any) -> Any:
-    """A state dict with tensors of its own."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if not isinstance(value, (dict, list)):
-        return value
-    made = copy.copy(value)  # with the versions that a module's state dict has beside it
-    for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-        made[key] = _copied(each)
-    return made
-
-
-def _moved_into(own: Any, loaded: Any) -> Any:
+def _write_into(own: Any, loaded: Any) -> Any:
     """A state dict with what was loaded, in place wherever it fits."""
-    if (
-        isinstance(own, Tensor)
-        and isinstance(loaded, Tensor)
-        and (own.shape, own.dtype) == (loaded.shape, loaded.dtype)
-    ):
-        own.detach().copy_(loaded)
-        return own
     if isinstance(own, dict) and isinstance(loaded, dict):
-        made = {key: _moved_into(own.get(key), each) for key, each in loaded.items()}
+        made = {key: _write_into(own.get(key), value) for key, value in loaded.items()}
         own.clear()
         own.update(made)
-    elif isinstance(own, list) and isinstance(loaded, list) and len(own) == len(loaded):
-        own[:] = [_moved_into(*each) for each in zip(own, loaded, strict=True)]
+    elif isinstance(own, list) and isinstance(loaded, list):
+        own[:] = [_write_into(*each) for each in itertools.zip_longest(own[: len(loaded)], loaded)]
+    elif (
+        isinstance(own, Tensor)
+        and isinstance(loaded, Tensor)
+        and own.shape == loaded.shape
+        and own.dtype == loaded.dtype
+    ):
+        own.detach().copy_(loaded)
     else:
         return loaded
     return own
@@ -179,64 +167,42 @@ class _Planner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        super().set_up_planner(state_dict, metadata, is_coordinator)
         assert metadata is not None
+        self._written = metadata.state_dict_metadata
+        self._match_state(state_dict, "")
+        super().set_up_planner(state_dict, metadata, is_coordinator)
         self._own: dict[str, Tensor] = {}
         for key in [key for key in self.state_dict if key.split(".")[-1] == ROW_ORDER]:
             self._own[_place(key)] = self.state_dict.pop(key)  # ours stay; only rows are read
-        for key in self._unsaid_options(metadata):
-            del self.state_dict[key]
-        for key, value in self.state_dict.items():
-            written = metadata.state_dict_metadata.get(key)
-            # A step counts as an int or as a Tensor, depending on the class that wrote it: take what there is.
-            if isinstance(written, TensorStorageMetadata) and isinstance(value, (int, float)):
-                self.state_dict[key] = torch.zeros(written.size, dtype=written.properties.dtype)
-                _put(self.original_state_dict, self.mappings[key], self.state_dict[key])
-        for key in [key for key in self.state_dict if key.rpartition(".")[2] in ("exp_avg_sq", "exp_avg_sq_row")]:
-            self._match_slots(key, metadata)
+        for key, path in self.mappings.items():
+            if key not in self._written and any(str(part).startswith("param_groups") for part in path):
+                self.state_dict.pop(key, None)  # torch's own groups lack our options: those stay as they are
 
-    def _unsaid_options(self, metadata: Metadata) -> list[str]:
-        """Options that a group in the checkpoint lacks, as torch's own lack ours: those stay as they are."""
-        written = metadata.state_dict_metadata
-        groups = {_place(key) for key in written}
-        return [
-            key
-            for key, path in self.mappings.items()
-            if key not in written
-            and _place(key) in groups
-            and any(part == "param_groups" or str(part).startswith("param_groups.") for part in path)
-        ]
+    def _match_state(self, nested: dict[Any, Any], place: str) -> None:
+        """Make optimizer state have what the checkpoint has: it depends on options, which the checkpoint brings too."""
+        for key, value in list(nested.items()):
+            written, (_, _, name) = self._written.get(f"{place}{key}"), str(key).rpartition(".")
+            if isinstance(value, dict):
+                self._match_state(value, f"{place}{key}.")
+            elif isinstance(value, (int, float)) and isinstance(written, TensorStorageMetadata):
+                # A step counts as an int or as a Tensor, depending on the class that wrote it: take what there is.
+                nested[key] = torch.zeros(written.size, dtype=written.properties.dtype)
+            elif name in ("exp_avg_sq", "exp_avg_sq_row"):
+                self._match_slots(nested, place, str(key).removesuffix(name), beside=value)
 
-    def _match_slots(self, beside: str, metadata: Metadata) -> None:
-        """Have the slots that the checkpoint has in the state of this second moment.
-
-        They depend on options, which the checkpoint brings too.
-        """
-        place, _, own_name = beside.rpartition(".")
-        *way, last = self.mappings[beside]
-        example = self.state_dict[beside]
-        for name in SLOTS:
-            key, path = f"{place}.{name}", (*way, str(last).removesuffix(own_name) + name)
-            here, written = self.state_dict.get(key), metadata.state_dict_metadata.get(key)
-            if isinstance(written, TensorStorageMetadata):
-                if not isinstance(here, Tensor) or here.dtype != written.properties.dtype:  # it is read without a cast
-                    self.state_dict[key] = self._zeros(key, example, written)
-                    self.mappings[key] = path
-                    _put(self.original_state_dict, path, self.state_dict[key])
-            elif here is not None and not self.allow_partial_load:
-                del self.state_dict[key]
-                _drop(self.original_state_dict, path)
-
-    def _zeros(self, key: str, beside: Tensor, written: TensorStorageMetadata) -> Tensor:
-        """A place for what was written, on the device of a tensor of the same parameter, and cut as that one is."""
-        dtype = written.properties.dtype
-        shape: Sequence[int] = written.size
-        if self._is_table(key):
-            order = RowOrder.of(beside.shape, self._own.get(_place(key)), written.size[0])
-            shape = order.shape_in_state_dicts(_shape_in_models(key, written.size))
-        if isinstance(beside, DTensor):
-            return zeros(shape, dtype=dtype, device_mesh=beside.device_mesh, placements=beside.placements)
-        return torch.zeros(shape, dtype=dtype, device=beside.device)
+    def _match_slots(self, nested: dict[Any, Any], place: str, prefix: str, beside: Tensor) -> None:
+        own, saved = nested.get(prefix + ROW_ORDER), self._saved.get(f"{place}{prefix}"[:-1])
+        for key in (prefix + name for name in SLOTS):
+            here, written = nested.get(key), self._written.get(place + key)
+            if not isinstance(written, TensorStorageMetadata):
+                if here is not None and not self.allow_partial_load:
+                    del nested[key]
+            elif not isinstance(here, Tensor) or here.dtype != written.properties.dtype:  # it is read without a cast
+                shape: Sequence[int] = written.size
+                if own is not None or saved is not None:
+                    order = RowOrder.of(beside.shape, own, written.size[0])
+                    shape = order.shape_in_state_dicts(_shape_in_models(key, written.size))
+                nested[key] = _zeros(shape, written.properties.dtype, beside)
 
     def _is_table(self, key: str) -> bool:
         """Whether this has the rows of a table that is sharded here, or was where it was saved."""
@@ -245,12 +211,11 @@ class _Planner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
-        written = self.metadata.state_dict_metadata
         chunks: list[ReadItem] = []
         self._moved: dict[str, tuple[RowOrder, RowOrder]] = {}
         """Of tensors whose rows lie in another order here, the order in the checkpoint and the one here."""
         for key, here in self.state_dict.items():
-            there = written.get(key)
+            there = self._written.get(key)
             if not self._is_table(key) or not isinstance(there, TensorStorageMetadata):
                 continue
             orders = self._orders(key, there.size, here.shape)
@@ -302,24 +267,11 @@ def _local_block(value: Tensor) -> tuple[Tensor, range]:
     if not isinstance(value, DTensor):
         return value.detach(), range(len(value))
     mesh = value.device_mesh
-    return value.to_local().detach(), Placement(len(value), mesh.size()).of(mesh.get_local_rank())
+    return value.to_local().detach(), blocks(len(value), mesh.size())[mesh.get_local_rank()]
 
 
-def _drop(nested: Any, path: Sequence[Any]) -> None:
-    """Remove an element of nested dicts and lists. torch's path may have the text of a number, beside or for it."""
-    first, *rest = path
-    for key in (first, int(first)) if isinstance(first, str) and first.isdigit() else (first,):
-        if isinstance(nested, dict) and key not in nested:
-            continue
-        if rest:
-            _drop(nested[key], rest)
-        else:
-            del nested[key]
-
-
-def _put(nested: Any, path: Sequence[Any], value: object) -> None:
-    """Set an element of nested dicts and lists. A dict that is missing on the way is made."""
-    *way, last = path
-    for key in way:
-        nested = nested.setdefault(key, {}) if isinstance(nested, dict) else nested[key]
-    nested[last] = value
+def _zeros(shape: Sequence[int], dtype: torch.dtype, beside: Tensor) -> Tensor:
+    """On the device of a tensor of the same parameter, and cut as that one is."""
+    if isinstance(beside, DTensor):
+        return zeros(shape, dtype=dtype, device_mesh=beside.device_mesh, placements=beside.placements)
+    return torch.zeros(shape, dtype=dtype, device=beside.device)

@@ -38,11 +38,12 @@ from .._torch_internals import (
     values_of,
 )
 from . import _exchange
-from ._map import dedupe, sum_duplicates
+from ._dedupe import dedupe, sum_duplicates
 from ._operation import Operation
 from ._table import ShardedTable
 
 _WRAPPING = Operation("wrapping of a model by ddp")
+_AVERAGING = Operation("averaging of a replicated table's gradient by ddp")
 
 
 def _average(
@@ -64,12 +65,11 @@ def _average(
 
 
 def _mean_over_ranks(gradient: Tensor, group: ProcessGroup) -> Tensor:
-    indices, values = indices_of(gradient), values_of(gradient)
-    rows = indices[0]
-    found = dedupe(rows)
-    indices, sums = _exchange.gather_uneven(group, found.numbers, sum_duplicates(values, found))
+    found = dedupe(indices_of(gradient)[0])
+    sums = sum_duplicates(values_of(gradient), found)
+    rows, sums = _exchange.all_gather([found.numbers, sums], _AVERAGING, group)
     mean = sums.div_(dist.get_world_size(group))
-    return torch.sparse_coo_tensor(indices.unsqueeze(0), mean, gradient.shape, check_invariants=False)
+    return torch.sparse_coo_tensor(rows.unsqueeze(0), mean, gradient.shape, check_invariants=False)
 
 
 def ddp(model: nn.Module, process_group: ProcessGroup | None = None, **options: Any) -> DistributedDataParallel:
@@ -120,15 +120,10 @@ def ddp(model: nn.Module, process_group: ProcessGroup | None = None, **options: 
 class _DataParallel(DistributedDataParallel):
     """DistributedDataParallel, except for what cannot work in the process group and with the tables that it has."""
 
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Any:
+    def join(self, divide_by_initial_world_size: bool = True, enable: bool = True, *args: Any, **options: Any) -> Any:
         if not enable and _has_tables(self.module):
             return contextlib.nullcontext()
-        return super().join(divide_by_initial_world_size, enable, throw_on_early_termination)
+        return super().join(divide_by_initial_world_size, enable, *args, **options)
 
     def join_hook(self, **options: Any) -> Any:
         if _has_tables(self.module):

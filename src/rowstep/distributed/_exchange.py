@@ -5,7 +5,7 @@ tables, a lookup and a backward pass), if one rank has failed, or if one does no
 say so. Whatever is sent after that has been agreed on. Headers are of one size, so that ranks that are out of sync can
 still read them.
 
-``_fetch`` tells what a lookup sends, and why in that order. DTensors and torch's checkpoints send by themselves.
+``_lookup`` tells what a lookup sends, and why in that order. DTensors and torch's checkpoints send by themselves.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from ._operation import Operation, fingerprint, pending_of
 from ._traffic import count
 
 _T = TypeVar("_T")
+
+Counts = list[list[int]]
+"""Of rows: by table, then by rank."""
 
 
 class PeerError(RuntimeError):
@@ -123,16 +126,14 @@ def synchronize(
             raise failure
         return numbers
     word = operation.key << 1 | (failure is not None)
-    told = torch.tensor([[word, number] for number in numbers], device=_device_for(group))
-    heard = torch.empty_like(told)
+    outgoing = torch.tensor([[word, number] for number in numbers], device=_device_for(group))
+    incoming = torch.empty_like(outgoing)
     count(kind, 16 * (ranks - 1))
     with _naming(operation, group):
-        dist.all_to_all_single(heard, told, group=_channel(group))
-    words, answers = heard.t().tolist()
-    if any(word & 1 for word in words):
-        _raise_everywhere(failure, operation, group)
-    if len(set(words)) > 1:
-        _raise_out_of_sync(operation, group)
+        dist.all_to_all_single(incoming, outgoing, group=_channel(group))
+    words, answers = incoming.t().tolist()
+    if len(set(words)) > 1 or words[0] & 1:
+        _raise_together(failure, operation, group)
     return cast(list[int], answers)
 
 
@@ -151,36 +152,26 @@ def attempt(action: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
         return None, error
 
 
-def _raise_everywhere(failure: Exception | None, operation: Operation, group: ProcessGroup) -> None:
-    """Raise this rank's own failure, or report those of the others. Every rank calls this."""
-    pending_of(group).open.clear()  # ranks may have got out of step, and begin anew
-    reports = _gather_objects(failure and f"{type(failure).__name__}: {failure}", operation, group)
+def _raise_together(failure: Exception | None, operation: Operation, group: ProcessGroup) -> None:
+    """Raise this rank's own failure, or tell what the others met or were about to run. Every rank calls this."""
+    pending_of(group).open.clear()  # ranks may be out of sync, and begin anew
+    mine = (failure and f"{type(failure).__name__}: {failure}", operation.text, operation.details)
+    reports: list[Any] = [None] * dist.get_world_size(group)
+    with _naming(operation, group):
+        dist.all_gather_object(reports, mine, group=_channel(group))
     if failure is not None:
         raise failure
-    failed = "; ".join(f"rank {rank}: {report}" for rank, report in enumerate(reports) if report is not None)
-    raise PeerError(f"this call failed on other ranks: {failed}")
-
-
-def _raise_out_of_sync(operation: Operation, group: ProcessGroup) -> None:
-    """Tell every rank what each of them was about to run. Every rank calls this."""
-    pending_of(group).open.clear()
-    texts: list[tuple[str, list[str]]] = _gather_objects((operation.text, operation.details), operation, group)
-    common = set.intersection(*(set(details) for _, details in texts))
-    came_for = []
-    for rank, (text, details) in enumerate(texts):
+    if failed := [f"rank {rank}: {report}" for rank, (report, *_) in enumerate(reports) if report is not None]:
+        raise PeerError(f"this call failed on other ranks: {'; '.join(failed)}")
+    common = set.intersection(*(set(details) for *_, details in reports))
+    operations = []
+    for rank, (_, text, details) in enumerate(reports):
         special = "; ".join(detail for detail in details if detail not in common)
-        came_for.append(f"rank {rank}: {text}" + (f" ({special})" if special else ""))
+        operations.append(f"rank {rank}: {text}" + (f" ({special})" if special else ""))
     raise PeerError(
         "ranks are out of sync; expected the same lookups and the same backward passes, in the "
-        f"same order, on every rank. {'; '.join(came_for)}"
+        f"same order, on every rank. {'; '.join(operations)}"
     )
-
-
-def _gather_objects(mine: Any, operation: Operation, group: ProcessGroup) -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    with _naming(operation, group):
-        dist.all_gather_object(gathered, mine, group=_channel(group))
-    return gathered
 
 
 @contextlib.contextmanager
@@ -189,52 +180,72 @@ def _naming(operation: Operation, group: ProcessGroup) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        owed = pending_of(group).in_words
+        missing = pending_of(group).in_words
         raise PeerError(
             f"timed out waiting for other ranks, or lost them, in the {operation.text}"
-            f"{f'; this rank made {owed}' if owed else ''}. torch says: {error}"
+            f"{f'; this rank made {missing}' if missing else ''}. torch says: {error}"
         ) from error
 
 
 # Messages
 
 
-def swap(
+def all_to_all(
     kind: str,
-    outgoing: Tensor,
-    sizes: Sequence[int],
-    expected: Sequence[int],
+    tensors: Sequence[Tensor],
+    sizes: Counts,
+    expected: Counts,
     operation: Operation,
     group: ProcessGroup | None,
-) -> Tensor:
-    """Send ``sizes[r]`` rows of ``outgoing`` to each rank r; return the ``expected[r]`` rows that each sends."""
+) -> list[Sequence[Tensor]]:
+    """Send ``sizes[n][r]`` rows of tensor n to each rank r; return the ``expected[n][r]`` that arrive from each.
+
+    They travel in one message, whatever their widths and dtypes, and are returned as bytes: for each tensor a part from
+    each rank, or all in one.
+    """
     rank, ranks = ranks_of(group)
+    flat = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
     if group is None or ranks == 1:
-        return outgoing
-    bytes_per_row = math.prod(outgoing.shape[1:]) * outgoing.element_size()
-    count(kind, (sum(sizes) - sizes[rank]) * bytes_per_row)
-    incoming = outgoing.new_empty(sum(expected), *outgoing.shape[1:])
+        return [[each] for each in flat]
+    row_bytes = [math.prod(tensor.shape[1:]) * tensor.element_size() for tensor in tensors]
+    outgoing, incoming = (
+        [[count * size for count in each] for each, size in zip(counts, row_bytes, strict=True)]
+        for counts in (sizes, expected)
+    )
+    to_ranks, from_ranks = ([*map(sum, zip(*each, strict=True))] for each in (outgoing, incoming))
+    count(kind, sum(to_ranks) - to_ranks[rank])
+    message = flat[0]
+    if len(flat) > 1:  # from tensor by tensor to rank by rank, and back
+        parts = [torch.split(each, cuts) for each, cuts in zip(flat, outgoing, strict=True)]
+        message = torch.cat([part for of_rank in zip(*parts, strict=True) for part in of_rank])
+    arrived = message.new_empty(sum(from_ranks))
     with _naming(operation, group):
-        dist.all_to_all_single(incoming, outgoing.contiguous(), list(expected), list(sizes), group=_channel(group))
-    return incoming
+        dist.all_to_all_single(arrived, message, from_ranks, to_ranks, group=_channel(group))
+    if len(flat) == 1:
+        return [[arrived]]
+    cut = torch.split(arrived, [size for of_rank in zip(*incoming, strict=True) for size in of_rank])
+    return [cut[number :: len(flat)] for number in range(len(flat))]
 
 
-def gather_uneven(group: ProcessGroup, *tensors: Tensor) -> list[Tensor]:
+def as_rows(parts: Sequence[Tensor], count: int, like: Tensor) -> Tensor:
+    """Rows that have arrived as bytes. Parts of a message are copied, so that they lie where their dtype may lie."""
+    return joined(parts).view(like.dtype).view(count, *like.shape[1:])
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """One after the other; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def all_gather(tensors: Sequence[Tensor], operation: Operation, group: ProcessGroup) -> list[Tensor]:
     """For each tensor, those of all ranks one after the other. They have one length, which may differ between ranks."""
-
-    def gather(local: Tensor) -> list[Tensor]:
-        gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-        count("gathered", (len(gathered) - 1) * local.nbytes)
-        dist.all_gather(gathered, local, group=group)
-        return gathered
-
-    lengths = [int(length) for length in gather(torch.tensor([len(tensors[0])], device=_device_for(group)))]
-    results = []
-    for local in tensors:
-        padded = local.new_empty(max(lengths), *local.shape[1:])  # gloo's all_gather wants equal shapes
-        padded[: len(local)] = local
-        results.append(torch.cat([part[:length] for part, length in zip(gather(padded), lengths, strict=True)]))
-    return results
+    lengths = synchronize(operation, len(tensors[0]), group, kind="gathered")
+    sizes, expected = [[len(tensors[0])] * len(lengths)] * len(tensors), [lengths] * len(tensors)
+    to_each = [torch.cat([tensor] * len(lengths)) for tensor in tensors]
+    arrived = all_to_all("gathered", to_each, sizes, expected, operation, group)
+    if len(lengths) == 1:
+        count("gathered", 0)  # it took part, though there was nobody to send to
+    return [as_rows(parts, sum(lengths), like) for parts, like in zip(arrived, tensors, strict=True)]
 
 
 def each_block(local: Tensor, lengths: list[int], operation: Operation, group: ProcessGroup | None) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""What ranks must agree on: which table this is, what each is about to run, and which backward passes it still owes.
+"""What ranks must agree on: which table this is, what each is about to run, and which backward passes have not run yet.
 
 Tables of a group are numbered as they are made, which every rank does in the same order. A copy has its original's
 number and one of its own, so a copy that only some ranks make does not shift the numbers of tables made later.
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from torch.distributed import ProcessGroup
 
-_BYTES = 7  # of a key: it travels in a signed word of 64 bits, with a bit of news beside it
+_BYTES = 7  # of a key: it is sent in a signed word of 64 bits, with a bit that says whether this rank has failed
 _MOST_OPEN = 64
 
 Identity = tuple[int, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import zlib
 from typing import Any, ClassVar, Generic, TypeVar
@@ -11,16 +12,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F  # noqa: N812  # as torch's own documents have it
 
-from .._layout import RowOrder
+from .._layout import RowOrder, blocks
 from .._part import ROW_ORDER, TablePart, is_dtensor, mark
 from . import _exchange
-from ._fetch import Arguments, JointLookup
+from ._lookup import Arguments, JointLookup
 from ._operation import Identity, Operation, new_identity
-from ._placement import DIVIDED, EVERYWHERE, Placement
-from ._transfer import as_bytes
 
 _Plain = TypeVar("_Plain", bound=nn.Embedding | nn.EmbeddingBag)
 _Table = TypeVar("_Table", bound="ShardedTable[Any]")
+
+DIVIDED, EVERYWHERE = "divided", "everywhere"
 
 # Fresh rows are drawn in chunks of positions, each from a seed of its own, so that they do not depend on the ranks.
 _ROWS_PER_SEED = 4096
@@ -45,8 +46,6 @@ class ShardedTable(nn.Module, Generic[_Plain]):
 
     announced: tuple[Arguments, Tensor] | None = None
     """Arguments of a lookup that a collection has made ahead, and its result."""
-
-    _joint_lookup: JointLookup | None = None
 
     def __init__(
         self,
@@ -86,15 +85,17 @@ class ShardedTable(nn.Module, Generic[_Plain]):
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, False
-        self.gradient = gradient
+        self.gradient, self.placement, self._name = gradient, placement, ""
         group = _exchange.default_group(group)
         self.rank, self.ranks = _exchange.ranks_of(group)
-        self.identity: Identity = new_identity(group)
-        self._name = ""
-        self.placement = place = Placement(num_embeddings, self.ranks, placement)
+        order = RowOrder.by_id(num_embeddings) if self.is_everywhere else RowOrder.spread(num_embeddings)
         peers = None if group is None else _exchange.GroupPeers(group)
-        self._shard = TablePart(place.order, place.of(self.rank), peers, place.is_everywhere, self.identity)
-        self.weight = nn.Parameter(torch.empty(len(place.of(self.rank)), embedding_dim, device=device, dtype=dtype))
+        self._shard = TablePart(order, self.blocks[self.rank], peers, self.is_everywhere, new_identity(group))
+        padding = -1 if padding_idx is None else int(order.positions(torch.tensor(self.padding_idx, device="cpu")))
+        mine = self._shard.positions
+        self._local_padding = padding - mine.start if padding in mine else None
+        self._joint_lookup = JointLookup([self])
+        self.weight = nn.Parameter(torch.empty(len(mine), embedding_dim, device=device, dtype=dtype))
         # The constants of the order count; this is their place in state dicts.
         self.register_buffer(ROW_ORDER, self._shard.order_as_tensor, persistent=not self._shard.order.is_by_id)
         if _weight is None:
@@ -105,7 +106,7 @@ class ShardedTable(nn.Module, Generic[_Plain]):
                 f"the full table has shape {tuple(_weight.shape)}; expected {(num_embeddings, embedding_dim)}"
             )
         with torch.no_grad():
-            self.weight.copy_(self._shard.as_local(_weight, RowOrder.by_id(num_embeddings)))
+            self.weight.copy_(self._shard.as_local(_weight))
 
     @classmethod
     def from_embedding(
@@ -154,6 +155,23 @@ class ShardedTable(nn.Module, Generic[_Plain]):
         peers = self._shard.peers  # and nowhere else: a copy of the module must not try to copy the group
         return None if peers is None else peers.group
 
+    @property
+    def identity(self) -> Identity:
+        """Table id, identical on all ranks."""
+        return self._shard.identity
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether every rank has all rows, and steps them alike."""
+        return self.placement == EVERYWHERE
+
+    @property
+    def blocks(self) -> list[range]:
+        """The positions that each rank holds."""
+        if self.is_everywhere:
+            return [range(self.num_embeddings)] * self.ranks
+        return blocks(self.num_embeddings, self.ranks)
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight" and is_dtensor(value):
             raise TypeError(
@@ -190,20 +208,19 @@ class ShardedTable(nn.Module, Generic[_Plain]):
             here = self.positions(order.ids(drawn)) - held.start  # the same rows for an id, whatever the placement
             mine = (here >= 0) & (here < len(held))
             self.weight[here[mine]] = rows[: len(drawn)][mine].to(self.weight.device)
-        if (padding := self._local_padding) is not None:
-            self.weight[padding] = 0
+        if self._local_padding is not None:
+            self.weight[self._local_padding] = 0
 
     @torch.no_grad()
     def full_weight(self) -> Tensor:
         """The whole table, by id, on every rank. All ranks of the group must call this together."""
         operation = Operation(f"gathering of {self.label}")
         local = _exchange.agree(operation, self.weight.detach, self.group)  # it may have to catch up, and fail
-        if self.placement.is_everywhere:
+        if self.is_everywhere:
             return local.clone()
         full = torch.empty(self.num_embeddings, self.embedding_dim, dtype=local.dtype, device=local.device)
-        held = [self.placement.of(rank) for rank in range(self.ranks)]
-        blocks = _exchange.each_block(local, [len(positions) for positions in held], operation, self.group)
-        for positions, block in zip(held, blocks, strict=True):
+        contents = _exchange.each_block(local, [len(positions) for positions in self.blocks], operation, self.group)
+        for positions, block in zip(self.blocks, contents, strict=True):
             ids = self._shard.order.ids(torch.arange(positions.start, positions.stop, device=full.device))
             full[ids] = block
         return full
@@ -237,27 +254,23 @@ class ShardedTable(nn.Module, Generic[_Plain]):
 
     def set_label(self, name: str) -> None:
         """Take the name that a collection, or a model, has for the table, unless it has one."""
-        if name and not self._name:
-            self._name, self._joint_lookup = name, None
+        self._name = self._name or name
 
     @property
     def described(self) -> str:
         """What ranks must have in common of it."""
-        return (
-            f"{self.label}: {self.num_embeddings} x {self.embedding_dim}, {self.weight.dtype}, {self.placement.place}"
-        )
+        return f"{self.label}: {self.num_embeddings} x {self.embedding_dim}, {self.weight.dtype}, {self.placement}"
 
-    def contents_in_common(self) -> str:
-        """In words, a checksum of rows that every rank has to have alike."""
-        if not self.placement.is_everywhere or self.ranks == 1:
+    def checksum_in_words(self) -> str:
+        """Of rows that every rank must have alike."""
+        if not self.is_everywhere or self.ranks == 1:
             return ""
-        return f", rows with checksum {zlib.crc32(as_bytes(self.weight.detach()).cpu().numpy().tobytes()):08x}"
+        rows = self.weight.detach().reshape(-1).view(torch.uint8).cpu().numpy()
+        return f", rows with checksum {zlib.crc32(rows.tobytes()):08x}"
 
     def _look_up(self, *arguments: Any) -> Tensor:
         if self.announced is not None:
             return self._announced_result(arguments, *self.announced)
-        if self._joint_lookup is None:
-            self._joint_lookup = JointLookup([self], self.label)
         (result,) = self._joint_lookup.look_up(lambda: [arguments])
         assert result is not None, "there was a lookup"
         return result
@@ -281,8 +294,8 @@ class ShardedTable(nn.Module, Generic[_Plain]):
 
     def gradient_of(self, rows: Tensor, grads: Tensor) -> Tensor:
         """The sparse gradient of the block, from what ranks have summed for these rows of it."""
-        if (padding := self._local_padding) is not None:
-            kept = rows != padding
+        if self._local_padding is not None:
+            kept = rows != self._local_padding
             rows, grads = rows[kept], grads[kept]
         if not len(rows):  # tables share the storage of empty parts, and torch fills an empty gradient in place
             rows, grads = rows.clone(), grads.clone()
@@ -310,15 +323,6 @@ class ShardedTable(nn.Module, Generic[_Plain]):
         """What a lookup gives: from a row for each id or, for bags, from distinct rows and the place of each id."""
         return rows if ids.dim() == 1 else rows.view(*ids.shape, self.embedding_dim)
 
-    @property
-    def _local_padding(self) -> int | None:
-        """The row of this rank's block that is the padding row, if it owns that."""
-        if self.padding_idx is None:
-            return None
-        position = int(self._shard.order.positions(torch.tensor(self.padding_idx, device="cpu")))
-        positions = self._shard.positions
-        return position - positions.start if position in positions else None
-
     # State dicts and copies
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -331,18 +335,16 @@ class ShardedTable(nn.Module, Generic[_Plain]):
         given = dict(state_dict)
         constants, loaded = given.pop(prefix + ROW_ORDER, None), given.get(prefix + "weight")
         if loaded is not None:
-            given[prefix + "weight"] = self._shard.as_local(loaded, self._shard.order_of(constants, loaded))
+            given[prefix + "weight"] = self._shard.as_local(loaded, constants)
         if not self._shard.order.is_by_id and (loaded is not None or constants is not None):
             given[prefix + ROW_ORDER] = self._shard.order_as_tensor
         super()._load_from_state_dict(given, prefix, *args)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._shard = dataclasses.replace(self._shard, identity=new_identity(self.group, self.identity))
         mark(self.weight, self._shard)  # a copied Parameter has lost it
-        self.identity = self._shard.identity = new_identity(self.group, self.identity)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_joint_lookup": None, "announced": None}
+        self._joint_lookup = JointLookup([self])
 
     def extra_repr(self) -> str:
         options = {name: getattr(self, name) for name in self.settings[2:]} | {"gradient": self.gradient}
