@@ -63,8 +63,7 @@ def test_indices_may_be_strided(make: Callable[[Parameter], Tensor]) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize(("dtype", "dense"), [(torch.float64, True), (torch.bfloat16, False)])
 def test_float32_gradients_of_other_parameters(dtype: torch.dtype, dense: bool) -> None:
     param = table(6, 3, dtype=dtype)
     hand = AdamByHand(param, lr=0.1, eps=1e-30)
