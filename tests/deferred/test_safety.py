@@ -164,7 +164,7 @@ def test_rows_to_catch_up_may_be_a_mask_and_must_be_numbers() -> None:
             twins.ours.catch_up(twins.model.weight, ids)
 
 
-NO_IDS = {
+INVALID_IDS = {
     "outside": torch.tensor([3, 40]),
     "negative": torch.tensor([-1]),
     "a mask": torch.ones(40, dtype=torch.bool),
@@ -175,9 +175,9 @@ NO_IDS = {
 }
 
 
-@pytest.mark.parametrize("name", NO_IDS)
-def test_a_lookup_of_what_are_no_ids_is_torchs_error(name: str) -> None:
-    twins, ids = waiting(), NO_IDS[name]
+@pytest.mark.parametrize("name", INVALID_IDS)
+def test_a_lookup_with_invalid_ids_raises_torchs_error(name: str) -> None:
+    twins, ids = waiting(), INVALID_IDS[name]
     with pytest.raises((IndexError, RuntimeError, TypeError)) as torchs:
         functional.embedding(ids, torch.zeros(40, 4))  # type: ignore[arg-type]
     with pytest.raises(torchs.type, match=re.escape(str(torchs.value))):

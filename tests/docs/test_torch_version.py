@@ -1,4 +1,4 @@
-"""What is imported and when, the public names, which torch is taken, and what someone with an older one is told."""
+"""What is imported and when, the public names, and which versions of torch are accepted or refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ for use in {USES}:
 @pytest.mark.parametrize(
     "version", ["2.8.0a0+gitabc", "2.8", "2.10.0.dev20260101", "2.13.0+cpu", "12.1.0", "unknown", torch.__version__]
 )
-def test_versions_that_are_taken(version: str) -> None:
+def test_versions_that_are_accepted(version: str) -> None:
     refuse_older(version)
 
 
@@ -110,7 +110,7 @@ print("numba" in sys.modules)
 """
 
 
-def test_what_a_process_imports_until_its_first_steps_one_of_them_in_compiled_code(
+def test_what_a_process_imports_up_to_its_first_steps_which_may_be_in_compiled_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ROWSTEP_BACKEND", "reference")

@@ -79,7 +79,7 @@ def test_new_rows_are_what_a_function_makes_of_them() -> None:
         (lambda opt, p: opt.reset_rows(None, torch.tensor([1])), TypeError, "is a NoneType; expected a parameter"),
     ],
 )
-def test_what_cannot_be_done_changes_nothing(
+def test_an_invalid_request_changes_nothing(
     operate: Callable[[Any, Tensor], None], error: type[Exception], message: str
 ) -> None:
     param = table(4, 2)

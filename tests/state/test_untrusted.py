@@ -138,7 +138,7 @@ COUNTS_PER_ROW: dict[str, tuple[Tensor, str]] = {
 
 
 @pytest.mark.parametrize("flaw", COUNTS_PER_ROW)
-def test_counts_per_row_that_are_none_are_refused(flaw: str) -> None:
+def test_invalid_counts_per_row_are_refused(flaw: str) -> None:
     run = Run(SparseAdam)
     saved = run.saved()
     saved["state"][2]["row_step"], message = COUNTS_PER_ROW[flaw]
