@@ -8,9 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from rowstep import DeferredAdam, DeferredAdamW, SparseAdam
+from rowstep import DeferredAdam, SparseAdam
 from tests.helpers.copies import through_a_file
-from tests.helpers.deferred_cases import BAR, Twins, assert_same_parameter, distance, embedding, in_memory, zipf
+from tests.helpers.deferred_cases import (
+    BAR,
+    Twins,
+    assert_same_parameter,
+    distance,
+    embedding,
+    in_memory,
+    waiting,
+    zipf,
+)
 from tests.helpers.gradients import Snapshot, rows_of, step_with, table
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -20,18 +29,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"lr": 0.02, "betas": (0.5, 0.99), "eps": 1e-6, "maximize": True},
     {"weight_decay": 0.1, "amsgrad": True},
 ]
-
-
-def waiting(**options: Any) -> Twins:
-    """Twins in the middle of a run, with rows that wait."""
-    twins = Twins(embedding(), **options)
-    twins.look_up(*range(40))
-    twins.run(15, rows=30)
-    return twins
-
-
-def ours_for(twins: Twins, **options: Any) -> DeferredAdam:
-    return (DeferredAdamW if isinstance(twins.ours, DeferredAdamW) else DeferredAdam)(twins.model, **options)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -55,7 +52,7 @@ def test_torchs_loads_into_ours_and_the_run_goes_on(options: dict[str, Any]) -> 
     twins = waiting(**options)
     twins.theirs.param_groups[0]["fused"] = "amsgrad" in options
     start = copy.deepcopy(twins.twin.state_dict())
-    twins.ours = ours_for(twins)
+    twins.ours = type(twins.ours)(twins.model)
     twins.model.load_state_dict(start)
     twins.ours.load_state_dict(through_a_file(twins.theirs.state_dict()))
     assert twins.ours.param_groups[0]["lr"] == twins.theirs.param_groups[0]["lr"]

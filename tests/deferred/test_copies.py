@@ -128,7 +128,6 @@ def test_weights_that_are_loaded_while_rows_wait() -> None:
 def test_a_model_outlives_its_optimizer() -> None:
     """A run ends and only the model is kept: it is the model that dense Adam leaves, also where rows waited."""
     twins = waiting()
-    gone = weakref.ref(twins.ours)
     del twins.ours
     gc.collect()
     twins.model(torch.tensor([[1, 2, 3]]))
@@ -136,7 +135,6 @@ def test_a_model_outlives_its_optimizer() -> None:
     state = twins.model.state_dict()
     assert distance(state["users.weight"], twins.twin.users.weight) <= BAR
     assert type(copy.deepcopy(twins.model).users) is nn.Embedding
-    del gone
 
 
 def test_optimizers_do_not_pile_up() -> None:

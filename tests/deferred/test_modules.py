@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from rowstep import DeferredAdam
 from tests.helpers.deferred_cases import (
@@ -110,14 +109,6 @@ def test_nested_modules_that_share_a_weight_and_several_lookups() -> None:
     twins.assert_same()
 
 
-def pair(*shape: int, **options: Any) -> tuple[Parameter, DeferredAdam, Parameter, torch.optim.Optimizer]:
-    """A float64 table and its optimizer, twice."""
-    param = table(*shape, dtype=torch.float64)
-    twin = copy_of(param)
-    ours, theirs = optimizers([param], [twin], **({"weight_decay": 0.1, "lr": 0.01} | options))
-    return param, ours, twin, theirs
-
-
 def test_no_gradient_is_no_step() -> None:
     twins = Twins(embedding())
     twins.each(lambda model, optimizer: optimizer.step())
@@ -130,31 +121,15 @@ def test_no_gradient_is_no_step() -> None:
 
 
 def test_a_parameter_without_dimensions() -> None:
-    param, ours, twin, theirs = pair()
+    param = table(dtype=torch.float64)
+    twin = copy_of(param)
+    ours, theirs = optimizers([param], [twin], weight_decay=0.1, lr=0.01)
     for value in (1.0, -2.0, 0.5):
         grad = sparse(torch.empty(0, 1, dtype=torch.int64), torch.tensor([value], dtype=torch.float64), ())
         step_with(ours, param, grad)
         step_with(theirs, twin, torch.tensor(value, dtype=torch.float64))
     ours.flush()
     assert_same_parameter(ours, param, theirs, twin)
-
-
-def test_a_closure() -> None:
-    twins = Twins(embedding())
-    for _ in range(5):
-        batch, goal = zipf(40, 4), torch.randn(4, 3, dtype=torch.float64)
-
-        def step(model: Any, optimizer: Any, batch: Tensor = batch, goal: Tensor = goal) -> None:
-            def closure() -> Any:
-                optimizer.zero_grad()
-                loss = (model(batch) - goal).square().mean()
-                loss.backward()
-                return loss
-
-            assert optimizer.step(closure) > 0
-
-        twins.each(step)
-    twins.assert_same()
 
 
 @pytest.mark.parametrize("sparse_dim", [0, 1, 2])

@@ -13,18 +13,10 @@ from torch.nn import functional
 
 from rowstep import DeferredAdam, DeferredAdamW, StaleRowsError
 from rowstep._deferred.deferral import flush_orphans
-from tests.helpers.deferred_cases import BAR, Forward, Twins, distance, embedding, zipf
+from tests.helpers.deferred_cases import BAR, Forward, distance, embedding, waiting, zipf
 from tests.helpers.gradients import Snapshot, rows_of, step_with, table
 
 pytestmark = pytest.mark.usefixtures("backend")
-
-
-def after_some_steps(**options: Any) -> Twins:
-    """A table of 40 rows of which the last ten have not been read since the first step."""
-    twins = Twins(embedding(), weight_decay=0.1, lr=0.01, **options)
-    twins.look_up(*range(40))
-    twins.run(10, rows=30)
-    return twins
 
 
 def unseen(ids: Tensor) -> Forward:
@@ -74,7 +66,7 @@ def test_the_error_knows_a_parameter_by_its_name() -> None:
 
 @pytest.mark.parametrize("way", ["catch_up", "flush", "flush one"])
 def test_reads_that_are_not_seen(way: str) -> None:
-    twins = after_some_steps()
+    twins = waiting()
     weight = twins.model.weight
     for _ in range(20):
         ids = zipf(40, 6).flip(0).reshape(2, 3)
@@ -91,7 +83,7 @@ def test_reads_that_are_not_seen(way: str) -> None:
 @pytest.mark.parametrize("allow_stale", [False, True])
 def test_a_gradient_that_comes_a_step_late(allow_stale: bool) -> None:
     """Its rows were up to date when they were read and are not any more: refused, or dense Adam's."""
-    twins = after_some_steps(allow_stale=allow_stale)
+    twins = waiting(weight_decay=0.1, lr=0.01, allow_stale=allow_stale)
     late = [(model(torch.tensor([35])).sum(), model) for model in (twins.model, twins.twin)]
     twins.look_up(1, 2)
     twins.each(lambda model, optimizer: optimizer.zero_grad())
@@ -107,7 +99,7 @@ def test_a_gradient_that_comes_a_step_late(allow_stale: bool) -> None:
 
 @pytest.mark.parametrize("ids", [[40], [-1], [3, 41, 2]])
 def test_ids_outside_of_the_table(ids: list[int]) -> None:
-    twins = after_some_steps()
+    twins = waiting()
     before = Snapshot(twins.ours)
     outside = next(number for number in ids if not 0 <= number < 40)
     with pytest.raises(IndexError, match=f"id {outside} is outside the table; expected 0 <= id < 40"):
@@ -131,7 +123,7 @@ def test_a_parameter_of_someone_else() -> None:
 
 def test_only_a_step_counts_as_a_write() -> None:
     """Autograd must accept a graph that read the rows which were brought up to date, and refuse one before a step."""
-    twins = after_some_steps()
+    twins = waiting()
     weight = twins.model.weight
     version = weight._version
     twins.ours.catch_up(weight, torch.tensor([35]))
@@ -148,7 +140,7 @@ def test_only_a_step_counts_as_a_write() -> None:
 @pytest.mark.parametrize("change", [{}, {"betas": (0.8, 0.99)}, {"eps": 1e-4}, {"amsgrad": True}], ids=str)
 def test_a_stale_read_is_noticed_after_options_have_changed_or_if_all_is_read(change: dict[str, Any]) -> None:
     """As a schedule of the betas does between a backward pass and its step, or in a dense gradient."""
-    twins = after_some_steps()
+    twins = waiting()
     twins.ours.zero_grad()
     with torch._C.DisableTorchFunctionSubclass():
         read = unseen(torch.tensor([35]))(twins.model) if change else twins.model.weight.square()
@@ -159,7 +151,7 @@ def test_a_stale_read_is_noticed_after_options_have_changed_or_if_all_is_read(ch
 
 
 def test_rows_to_catch_up_may_be_a_mask_and_must_be_numbers() -> None:
-    twins = after_some_steps()
+    twins = waiting()
     mask = torch.zeros(40, dtype=torch.bool)
     mask[35] = True
     twins.ours.catch_up(twins.model.weight, mask)
@@ -172,7 +164,7 @@ def test_rows_to_catch_up_may_be_a_mask_and_must_be_numbers() -> None:
             twins.ours.catch_up(twins.model.weight, ids)
 
 
-NO_IDS = {
+INVALID_IDS = {
     "outside": torch.tensor([3, 40]),
     "negative": torch.tensor([-1]),
     "a mask": torch.ones(40, dtype=torch.bool),
@@ -183,9 +175,9 @@ NO_IDS = {
 }
 
 
-@pytest.mark.parametrize("name", NO_IDS)
-def test_a_lookup_of_what_are_no_ids_is_torchs_error(name: str) -> None:
-    twins, ids = after_some_steps(), NO_IDS[name]
+@pytest.mark.parametrize("name", INVALID_IDS)
+def test_a_lookup_with_invalid_ids_raises_torchs_error(name: str) -> None:
+    twins, ids = waiting(), INVALID_IDS[name]
     with pytest.raises((IndexError, RuntimeError, TypeError)) as torchs:
         functional.embedding(ids, torch.zeros(40, 4))  # type: ignore[arg-type]
     with pytest.raises(torchs.type, match=re.escape(str(torchs.value))):

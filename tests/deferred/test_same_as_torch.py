@@ -19,16 +19,16 @@ from tests.helpers.gradients import rows_of
 
 # Each names what it changes: of the optimizer's options, or of how the run is driven.
 VARIANTS: list[dict[str, Any]] = [
-    *({"schedule": name} for name in SCHEDULES),
-    *({"scale": scale} for scale in (1e-9, 1e-6)),
-    {"eps": 1e-6, "scale": 1e-6},
-    {"eps": 1e-3, "scale": 1e-3},
+    {},
+    {"schedule": "cosine", "scale": 1e-6},
+    {"schedule": "warm-up", "scale": 1e-9},
+    {"schedule": "restart", "eps": 1e-6, "scale": 1e-6},
+    {"schedule": "on/off", "eps": 1e-3, "scale": 1e-3},
     {"weight_decay": 1.0},
     {"weight_decay": 1.0, "schedule": "on/off", "scale": 1e-9},
     {"weight_decay": 0.01, "schedule": "restart", "betas": (0.5, 0.99)},
-    {"amsgrad": True},
     {"amsgrad": True, "weight_decay": 1.0, "scale": 1e-6, "schedule": "cosine"},
-    {"maximize": True},
+    {"amsgrad": True, "maximize": True},
     {"betas": (0.9, 0.95), "eps": 1e-3, "scale": 1e-9, "schedule": "warm-up"},
     {"betas": (0.5, 0.99), "eps": 1e-3, "scale": 1e-6},
     {"betas": (0.0, 0.99), "scale": 1e-6},

@@ -31,10 +31,6 @@ ON_KERNELS = ("README.md", "docs/index.md")
 """What people run first. The other pages run on the reference, since to compile what they use takes minutes."""
 
 
-def named(each: Documented) -> str:
-    return each.name
-
-
 @pytest.mark.parametrize("page", [page for page in WITH_CODE if not READERS.get(page, Reader()).ranks])
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROWSTEP_BACKEND", "numba" if page in ON_KERNELS else "reference")
@@ -81,7 +77,7 @@ def test_the_reference_lists_every_public_name() -> None:
     assert set(reference()) == {each.name for each in CLASSES_AND_FUNCTIONS}
 
 
-@pytest.mark.parametrize("each", DOCUMENTED, ids=named)
+@pytest.mark.parametrize("each", DOCUMENTED, ids=lambda each: each.name)
 def test_examples_run(each: Documented, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROWSTEP_BACKEND", "reference")
     try:
@@ -92,7 +88,7 @@ def test_examples_run(each: Documented, monkeypatch: pytest.MonkeyPatch) -> None
     assert count or each.is_method, "expected an example"
 
 
-@pytest.mark.parametrize("each", DOCUMENTED, ids=named)
+@pytest.mark.parametrize("each", DOCUMENTED, ids=lambda each: each.name)
 def test_docstrings_follow_one_template(each: Documented) -> None:
     first, *rest = each.text.splitlines()
     assert first.endswith((".", ":")), "expected one line that is a sentence"
@@ -158,7 +154,7 @@ def test_the_page_of_versions_has_a_table_to_replace() -> None:
         with_table("# A page without one\n", versions_table([TRIED]))
 
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
 
 
 def test_digits_are_learned_with_and_without_force_sparse() -> None:

@@ -61,8 +61,6 @@ class Import(NamedTuple):
     name: str
     """In full. Of ``from a import b`` it is ``a.b``, which may be a module."""
     line: int
-    when_loaded: bool
-    """Whether it runs when the module is imported: it is in no function, and not for type checkers only."""
 
 
 def module_name(path: Path) -> str:
@@ -70,26 +68,19 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports_of(path: Path) -> list[Import]:
+def imports_of(path: Path) -> Iterator[Import]:
+    """All of them: in functions and for type checkers as well."""
     package = path.parent.relative_to(SOURCES).parts
-    return list(_imports(ast.parse(path.read_text(encoding="utf-8")), package, when_loaded=True))
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else ()
+            origin = ".".join([*above, node.module] if node.module else above)
+            yield from (Import(f"{origin}.{alias.name}", node.lineno) for alias in node.names)
 
 
-def _imports(node: ast.AST, package: tuple[str, ...], when_loaded: bool) -> Iterator[Import]:
-    if isinstance(node, ast.Import):
-        yield from (Import(alias.name, node.lineno, when_loaded) for alias in node.names)
-    elif isinstance(node, ast.ImportFrom):
-        above = package[: len(package) + 1 - node.level] if node.level else ()
-        origin = ".".join([*above, node.module] if node.module else above)
-        yield from (Import(f"{origin}.{alias.name}", node.lineno, when_loaded) for alias in node.names)
-    runs_later = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or (
-        isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-    )
-    for child in ast.iter_child_nodes(node):
-        yield from _imports(child, package, when_loaded and not runs_later)
-
-
-MODULES = {module_name(path): imports_of(path) for path in sorted(SOURCES.rglob("*.py"))}
+MODULES = {module_name(path): list(imports_of(path)) for path in sorted(SOURCES.rglob("*.py"))}
 
 
 def is_within(name: str, packages: tuple[str, ...]) -> bool:
@@ -112,7 +103,7 @@ def test_a_layer_imports_what_it_may(layer: str) -> None:
     _, others, without = LAYERS[layer]
     found = []
     for module in (module for module in MODULES if layer_of(module) == layer):
-        for name, line, _ in MODULES[module]:
+        for name, line in MODULES[module]:
             is_ours = is_within(name, ("rowstep",))
             is_wrong = layer_of(name) not in (layer, *others) if is_ours else is_within(name, (*NOWHERE, *without))
             if is_wrong and (module, name.split(".")[0]) not in EXCEPTIONS:
@@ -123,7 +114,7 @@ def test_a_layer_imports_what_it_may(layer: str) -> None:
 @pytest.mark.parametrize("path", sorted(SOURCES.rglob("*.py")), ids=module_name)
 def test_private_interfaces_are_used_in_one_file(path: Path) -> None:
     module = module_name(path)
-    for name, line, _ in MODULES[module]:
+    for name, line in MODULES[module]:
         if is_within(name, ("torch", "numba")) and module not in (TORCH_INTERNALS, NUMBA_INTERNALS):
             is_private = any(part.startswith("_") for part in name.split("."))
             is_private |= any(name.startswith(f"{private}.") for private in PRIVATE_MODULES)

@@ -1,9 +1,7 @@
-"""What is imported and when, the public names, which torch is taken, and what someone with an older one is told."""
+"""What is imported and when, the public names, and which versions of torch are accepted or refused."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import torch
 
 import rowstep
 from rowstep._torch_version import OLDEST, refuse_older
+from tests.kernels.test_backends import python
 
 # A process whose torch says that it is an old one.
 OLD = """
@@ -35,7 +34,7 @@ for use in {USES}:
 @pytest.mark.parametrize(
     "version", ["2.8.0a0+gitabc", "2.8", "2.10.0.dev20260101", "2.13.0+cpu", "12.1.0", "unknown", torch.__version__]
 )
-def test_versions_that_are_taken(version: str) -> None:
+def test_versions_that_are_accepted(version: str) -> None:
     refuse_older(version)
 
 
@@ -49,16 +48,13 @@ def test_older_versions_are_refused_with_the_way_out(version: str) -> None:
     )
 
 
-def test_whatever_uses_torch_refuses_an_old_one() -> None:
-    lines = python(OLD + TRY_ALL).splitlines()
+def test_whatever_uses_torch_refuses_an_old_one_and_arrays_do_not_care() -> None:
+    *lines, arrays = python(f"{OLD}{TRY_ALL}\nfrom rowstep import arrays\nprint(arrays.Adam.__name__)").splitlines()
     assert len(lines) == len(USES)
     assert {line.partition(" or newer")[0] for line in lines} == {
         "torch 2.7.1+cu126 is installed, but rowstep needs torch 2.8"
     }
-
-
-def test_arrays_do_not_care() -> None:
-    assert python(OLD + "import rowstep.arrays; from rowstep import arrays; print(arrays.Adam.__name__)") == "Adam"
+    assert arrays == "Adam"
 
 
 def test_pip_is_told_the_same() -> None:
@@ -66,34 +62,26 @@ def test_pip_is_told_the_same() -> None:
     assert f'"torch>={OLDEST[0]}.{OLDEST[1]}"' in text
 
 
-def python(source: str, *arguments: str) -> str:
-    """What a new process prints."""
-    command = [sys.executable, "-W", "ignore", "-c", source, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def test_the_public_names_do_not_import_torchs_compiler() -> None:
-    source = "import sys; from rowstep import *; print('torch' in sys.modules, 'torch._dynamo' in sys.modules)"
-    assert python(source) == "True False"
-
-
-@pytest.mark.parametrize("arguments", [["--version"], ["warm-up", "--help"]])
-def test_the_command_line_answers_without_torch_and_numba(arguments: list[str]) -> None:
+def test_the_command_line_answers_without_torch_and_numba() -> None:
     source = """
 import sys
 from rowstep.cli import main
-try:
-    main(sys.argv[1:])
-except SystemExit as end:
-    print(end.code, 'torch' in sys.modules, 'numba' in sys.modules, 'rich' in sys.modules)
+for arguments in (["--version"], ["warm-up", "--help"]):
+    try:
+        main(arguments)
+    except SystemExit as end:
+        print(end.code, end=" ")
+print('torch' in sys.modules, 'numba' in sys.modules, 'rich' in sys.modules)
 """
-    assert python(source, *arguments).splitlines()[-1] == "0 False False False"
+    assert python(source).splitlines()[-1].endswith("0 False False False")
 
 
-# Nothing has called `step` or watched a lookup before: what hides them from the compiler is made while it traces.
-FIRST_STEP_IN_COMPILED_CODE = """
+# Nothing has called `step` or watched a lookup before the first one, in compiled code: what hides them from the
+# compiler is made while it traces.
+FIRST_STEPS = """
+import os, sys
+from rowstep import *
+print(*(name in sys.modules for name in ("torch", "torch._dynamo", "numba", "llvmlite")))
 import rowstep, torch
 from torch import nn
 
@@ -115,13 +103,21 @@ def trained(compiled):
 for one, other in zip(trained(True), trained(False), strict=True):
     torch.testing.assert_close(one, other)
 from torch._dynamo.utils import counters
-print(counters["stats"]["unique_graphs"] > 0)
+print(counters["stats"]["unique_graphs"] > 0, "numba" in sys.modules)
+del os.environ["ROWSTEP_BACKEND"]
+trained(False)
+print("numba" in sys.modules)
 """
 
 
-def test_the_first_step_of_a_process_inside_a_compiled_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROWSTEP_BACKEND", "reference")  # compiles no kernels
-    assert python(FIRST_STEP_IN_COMPILED_CODE) == "True"
+def test_what_a_process_imports_up_to_its_first_steps_which_may_be_in_compiled_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ROWSTEP_BACKEND", "reference")
+    on_import, compiled, on_kernels = python(FIRST_STEPS).splitlines()
+    assert on_import == "True False False False"
+    assert compiled == "True False"  # the reference needs no Numba
+    assert on_kernels == "True"
 
 
 def test_the_public_names() -> None:

@@ -59,7 +59,7 @@ def test_what_cannot_be_honoured_is_refused(cls: Any, word: str) -> None:
 @pytest.mark.parametrize("cls", OPTIMIZERS)
 def test_options_may_be_tensors_of_one_number(cls: Any) -> None:
     torch.manual_seed(0)
-    params = [table(6, 2) for _ in range(2)]
+    params = [table(6, 2, dtype=torch.float64) for _ in range(2)]
     params[1].data.copy_(params[0].data)
     numbers: dict[str, Any] = {"betas": (0.75, 0.875), "eps": 2.0**-10}
     tensors: dict[str, Any] = {"betas": tuple(map(torch.tensor, numbers["betas"])), "eps": torch.tensor(2.0**-10)}

@@ -1,7 +1,7 @@
 """What a table and its state must be after any history: Adam in float64 from its equations, with bounds on rounding.
 
-``SparseModel`` is SparseAdam's table: rows without a gradient rest. ``dense_model`` has Adam's and AdamW's, in which
-every row moves at every step. Neither has anything in common with the package.
+``SparseModel`` is a table under SparseAdam: rows without a gradient rest. The model of Adam and AdamW, in which every
+row moves at every step, is in ``deferred/test_model_based``. Neither has anything in common with the package.
 """
 
 from __future__ import annotations

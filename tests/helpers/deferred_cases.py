@@ -166,6 +166,14 @@ class Twins:
             assert_same_parameter(self.ours, one, self.theirs, other)
 
 
+def waiting(model: nn.Module | None = None, **options: Any) -> Twins:
+    """Twins in the middle of a run. Of the 40 rows, half have not been read since the first step, and wait."""
+    twins = Twins(embedding() if model is None else model, **options)
+    twins.look_up(*range(40))
+    twins.run(10, rows=20)
+    return twins
+
+
 def assert_same_parameter(ours: Optimizer, one: Tensor, theirs: Optimizer, other: Tensor) -> None:
     assert distance(one, other) <= BAR
     state, expected = ours.state.get(one, {}), theirs.state.get(other, {})

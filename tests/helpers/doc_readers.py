@@ -12,6 +12,7 @@ import doctest
 import io
 import os
 import re
+import textwrap
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -108,7 +109,7 @@ def run_page(page: str, folder: Path, reader: Reader) -> None:
             if block.language == "output":
                 _compare(block, printed)
                 continue
-            _run(f"given to {page}", _dedented(reader.given.get(number, "")), namespace)
+            _run(f"given to {page}", textwrap.dedent(reader.given.get(number, "")), namespace)
             printed = _run(f"{page}, line {block.line}", _shrunk(block.text, reader.smaller), namespace, block.line)
             number += 1
 
@@ -150,12 +151,6 @@ def _shrunk(code: str, smaller: Mapping[str, str]) -> str:
     for large, small in smaller.items():
         code = re.sub(rf"(?<!\w){re.escape(large)}(?!\w)", small, code)
     return code
-
-
-def _dedented(code: str) -> str:
-    lines = code.strip("\n").splitlines()
-    margin = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
-    return "\n".join(line[margin:] for line in lines)
 
 
 @contextlib.contextmanager

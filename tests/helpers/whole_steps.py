@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -82,6 +84,11 @@ Trajectory = dict[int, dict[str, Tensor]]
 
 def trajectories(name: str, steps: int) -> list[list[Trajectory]]:
     """For each parameter what it may be: after whole steps, and if one of them was counted without its gradient."""
+    return _trajectories(name, steps, os.environ.get("ROWSTEP_BACKEND"))
+
+
+@functools.cache
+def _trajectories(name: str, steps: int, backend: str | None) -> list[list[Trajectory]]:
     found: list[list[Trajectory]] = [[] for _ in range(4)]
     for lost in (None, *range(steps)):
         run, ways = Run(name), [dict[int, dict[str, Tensor]]() for _ in range(4)]

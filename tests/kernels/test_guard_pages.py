@@ -1,4 +1,4 @@
-"""No kernel reads or writes beyond its operands: they lie at the edge of memory that can be touched."""
+"""No kernel reads or writes beyond its operands: they lie at the edge of memory that can be touched, or have none."""
 
 from __future__ import annotations
 

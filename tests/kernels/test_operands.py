@@ -57,8 +57,9 @@ def resize(tensor: Tensor, byte_count: int) -> None:
 
 
 @pytest.mark.parametrize("way", REPLACED)
-@pytest.mark.parametrize(("name", "slot"), [(name, slot) for name, slots in SLOTS.items() for slot in slots])
-def test_a_state_that_was_edited_by_hand(name: str, slot: str, way: str) -> None:
+@pytest.mark.parametrize(("name", "slot"), [("by element", "row_step"), ("by row", "exp_avg_sq_row")])
+def test_a_state_per_row_that_was_edited_by_hand(name: str, slot: str, way: str) -> None:
+    """Moments of every element are in state/test_untrusted.py."""
     optimizer, (_, param) = stepped(name)
     optimizer.state[param][slot] = REPLACED[way](optimizer.state[param][slot])
     before = Snapshot(optimizer)

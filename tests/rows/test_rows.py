@@ -73,9 +73,13 @@ def test_new_rows_are_what_a_function_makes_of_them() -> None:
         (lambda opt, p: opt.permute_rows(p, torch.ones(4).bool()), ValueError, "order is boolean; expected integer"),
         (lambda opt, p: opt.reset_rows(p, torch.tensor([-1])), IndexError, "id -1 is outside"),
         (lambda opt, p: opt.reset_rows(table(4, 2), torch.tensor([1])), ValueError, "does not belong to this opt"),
+        (lambda opt, p: opt.grow(p, 1.5), ValueError, "rows is 1.5; expected the number of"),
+        (lambda opt, p: opt.grow(p, 1, None), TypeError, "init is None; expected a tensor"),
+        (lambda opt, p: opt.keep_rows(p, [1]), TypeError, "ids is a list; expected a tensor of ids or a boolean mask"),
+        (lambda opt, p: opt.reset_rows(None, torch.tensor([1])), TypeError, "is a NoneType; expected a parameter"),
     ],
 )
-def test_what_cannot_be_done_changes_nothing(
+def test_an_invalid_request_changes_nothing(
     operate: Callable[[Any, Tensor], None], error: type[Exception], message: str
 ) -> None:
     param = table(4, 2)
@@ -101,17 +105,3 @@ def test_selected_rows_count_as_touched_whatever_their_values() -> None:
         select_rows_(param, torch.tensor([1]))
     with pytest.raises(ValueError, match="gradient is None"):
         select_rows_(table(2, 2), torch.tensor([1]))
-
-
-def test_what_is_no_surgery_is_named() -> None:
-    param = table(4, 2)
-    optimizer: Any = SparseAdam([param])
-    cases: list[tuple[Any, str]] = [
-        (lambda: optimizer.grow(param, 1.5), "rows is 1.5; expected the number of"),
-        (lambda: optimizer.grow(param, 1, None), "init is None; expected a tensor"),
-        (lambda: optimizer.keep_rows(param, [1]), "ids is a list; expected a tensor of ids or a boolean mask"),
-        (lambda: optimizer.reset_rows(None, torch.tensor([1])), "param is a NoneType; expected a parameter"),
-    ]
-    for action, message in cases:
-        with pytest.raises((TypeError, ValueError), match=message):
-            action()

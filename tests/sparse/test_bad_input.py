@@ -120,7 +120,7 @@ def test_a_bad_gradient_changes_no_tensor_of_any_group(
     emb, weight, bad, fresh = table(4, 2), table(4, 2), table(4, 2), table(4, 2)
     groups = [
         {"params": [("emb", emb), ("weight", weight)]},
-        {"params": [("fresh", fresh), ("bad", bad)], "weight_decay": 0.1},
+        {"params": [("fresh", fresh), ("bad", bad)], "amsgrad": True},
     ]
     optimizer = SparseAdam(groups, **options)  # type: ignore[arg-type]
     emb.grad, weight.grad, bad.grad = rows_of(emb, [1, 2]), torch.ones(4, 2), rows_of(bad, [0, 3])

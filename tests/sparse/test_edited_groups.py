@@ -22,7 +22,7 @@ BAD: list[tuple[str, Any]] = [
 
 
 CASES: list[tuple[Any, str, Any]] = [(kind, *case) for kind in (SparseAdam, DeferredAdam) for case in BAD]
-# What rows that wait cannot do with.
+# Options that rows cannot wait under.
 CASES += [
     (DeferredAdam, "eps", 0.0),
     (DeferredAdam, "lr", -0.1),
@@ -34,7 +34,7 @@ CASES += [
 
 
 @pytest.mark.parametrize(("optimizer", "name", "value"), CASES, ids=str)
-def test_an_option_that_cannot_be_is_refused_with_nothing_changed(optimizer: Any, name: str, value: Any) -> None:
+def test_an_invalid_option_is_refused_with_nothing_changed(optimizer: Any, name: str, value: Any) -> None:
     params = [table(4, 3), table(4, 3)]
     made = optimizer([{"params": [param]} for param in params])
     for param in params:

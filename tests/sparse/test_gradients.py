@@ -63,8 +63,7 @@ def test_indices_may_be_strided(make: Callable[[Parameter], Tensor]) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize(("dtype", "dense"), [(torch.float64, True), (torch.bfloat16, False)])
 def test_float32_gradients_of_other_parameters(dtype: torch.dtype, dense: bool) -> None:
     param = table(6, 3, dtype=dtype)
     hand = AdamByHand(param, lr=0.1, eps=1e-30)
@@ -93,7 +92,7 @@ def test_rows_with_a_nonzero_step_as_under_sparse_adam_and_the_others_stay() -> 
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
-def test_without_it_old_momentum_moves_the_rows_that_are_zero() -> None:
+def test_without_force_sparse_old_momentum_moves_rows_whose_gradient_is_zero() -> None:
     still, moving = table(3, 2), table(3, 2)
     first, then = torch.ones(3, 2), torch.tensor([[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]])
     for param, force_sparse in ((still, True), (moving, False)):

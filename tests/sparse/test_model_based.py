@@ -29,7 +29,7 @@ class SparseAdamRun(Program):
     option_sets: ClassVar[dict[str, dict[str, Any]]] = {
         "plain": {},
         "AdamW, amsgrad": {"weight_decay": 0.1, "decoupled_weight_decay": True, "amsgrad": True},
-        "L2, skip": {"weight_decay": 0.1, "nonfinite": "skip"},
+        "L2": {"weight_decay": 0.1},
         "force_sparse, raise": {"force_sparse": True, "nonfinite": "raise"},
         "row, raise": {"bias_correction": "row", "nonfinite": "raise"},
         "row, skip, L2, amsgrad, maximize": {

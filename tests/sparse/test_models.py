@@ -1,4 +1,4 @@
-"""Gradients as models leave them: lookups, bags, complex numbers, torch.compile, a scaler, a profiler."""
+"""Gradients as models leave them: lookups, complex numbers, torch.compile, a scaler, a profiler."""
 
 from __future__ import annotations
 
@@ -40,13 +40,6 @@ def test_embedding_with_padding_whose_output_is_summed() -> None:
     model = nn.Embedding(20, 4, sparse=True, padding_idx=0)
     assert_trains_as_under_torch(model, lambda model, step: model(ids_at(step) % 3).sum())
     assert not model.weight[0].any()
-
-
-@pytest.mark.parametrize("mode", ["sum", "mean"])
-def test_embedding_bag(mode: str) -> None:
-    assert_trains_as_under_torch(
-        nn.EmbeddingBag(20, 4, sparse=True, mode=mode), lambda model, step: model(ids_at(step)).square().sum()
-    )
 
 
 def test_several_lookups_in_one_forward_pass_arrive_as_one_gradient() -> None:

@@ -51,11 +51,11 @@ def test_skip_leaves_the_row_and_counts_it(bad: float, bias_correction: str) -> 
 
 def test_skip_and_raise_look_at_the_sum_and_not_at_the_addends() -> None:
     # Each number is finite and their sum is not, so the row is skipped; the other row's infinities make a NaN.
-    largest = torch.finfo(torch.float32).max
-    param = table(4, 1)
+    largest = torch.finfo(torch.float64).max
+    param = table(4, 1, dtype=torch.float64)
     before = param.detach().clone()
     optimizer = SparseAdam([param], nonfinite="skip")
-    values = torch.tensor([largest, 1.0, largest, torch.inf, -torch.inf])
+    values = torch.tensor([largest, 1.0, largest, torch.inf, -torch.inf], dtype=torch.float64)
     step_with(optimizer, param, rows_of(param, [0, 1, 0, 2, 2], values))
     assert (param != before).flatten().tolist() == [False, True, False, False]
     assert optimizer.skipped_rows == 2
@@ -64,10 +64,10 @@ def test_skip_and_raise_look_at_the_sum_and_not_at_the_addends() -> None:
 
 
 def test_skip_with_force_sparse() -> None:
-    param = table(3, 2)
+    param = table(3, 2, dtype=torch.float64)
     before = param.detach().clone()
     optimizer = SparseAdam([param], nonfinite="skip", force_sparse=True)
-    step_with(optimizer, param, torch.tensor([[0.0, 0.0], [torch.nan, 0.0], [1.0, 0.0]]))
+    step_with(optimizer, param, torch.tensor([[0.0, 0.0], [torch.nan, 0.0], [1.0, 0.0]], dtype=torch.float64))
     assert same_bits(param[:2], before[:2])
     assert optimizer.skipped_rows == 1
 
@@ -88,7 +88,7 @@ def test_a_dense_gradient_steps_as_torchs_whatever_is_in_it() -> None:
 @pytest.mark.parametrize("bad", NONFINITE)
 @pytest.mark.parametrize("dense", [False, True])
 def test_raise_raises_before_anything_is_written(bad: float, dense: bool) -> None:
-    first, second = table(4, 2), table(4, 2)
+    first, second = table(4, 2, dtype=torch.float64), table(4, 2, dtype=torch.float64)
     groups: list[dict[str, Any]] = [{"params": [first]}, {"params": [second], "nonfinite": "raise"}]
     optimizer = SparseAdam(groups, force_sparse=dense)
     for param in (first, second):

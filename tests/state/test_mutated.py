@@ -66,71 +66,43 @@ LIKELY: dict[str, tuple[Any, ...]] = {
 }
 
 
-def cut(tensor: Tensor, random: Random) -> Tensor:
-    return tensor[: random.randrange(max(1, len(tensor)))] if tensor.dim() else tensor.reshape(1)[:0]
+DTYPES = (
+    torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.uint8, torch.bool, torch.complex64, torch.float32,
+)  # fmt: skip
+
+TENSORS: dict[str, Callable[[Tensor, Random], Any]] = {
+    "cut": lambda tensor, random: tensor[: random.randrange(max(1, len(tensor)))],
+    "flat": lambda tensor, random: tensor.reshape(-1),
+    "of more dimensions": lambda tensor, random: tensor.unsqueeze(0),
+    "twice as long": lambda tensor, random: torch.cat([tensor, tensor]),
+    "of another dtype": lambda tensor, random: tensor.to(random.choice(DTYPES)),
+    "of 8 bits": lambda tensor, random: tensor.to(torch.float32).to(torch.float8_e4m3fn),
+    "transposed": lambda tensor, random: tensor.T.contiguous().T,  # the same numbers: nothing is wrong with that
+    "expanded": lambda tensor, random: tensor[:1].expand(tensor.shape),
+    "overlapping": lambda tensor, random: (
+        torch.ones(1 + sum(tensor.shape)).to(tensor.dtype).as_strided(tensor.shape, [1] * tensor.dim())
+    ),
+    "sparse": lambda tensor, random: tensor.to_sparse(),
+    "on meta": lambda tensor, random: tensor.to("meta"),
+    "a strange number": lambda tensor, random: with_one_of(tensor.clone(), (-1, 0, 1, 100), random),
+    "not finite": lambda tensor, random: with_one_of(
+        tensor.to(torch.float32, copy=True), (math.nan, math.inf, -math.inf), random
+    ),
+    "freed": lambda tensor, random: freed(tensor.clone()),
+    "a list": lambda tensor, random: tensor.tolist(),
+    "an array": lambda tensor, random: tensor.numpy(),
+}
 
 
-def reshaped(tensor: Tensor, random: Random) -> Tensor:
-    return random.choice((tensor.reshape(-1), tensor.unsqueeze(0), tensor.repeat(2, *[1] * max(0, tensor.dim() - 1))))
-
-
-def of_another_dtype(tensor: Tensor, random: Random) -> Tensor:
-    floats = torch.float64, torch.float16, torch.bfloat16
-    return tensor.to(random.choice((*floats, torch.int32, torch.uint8, torch.bool, torch.complex64, torch.float32)))
-
-
-def of_float8(tensor: Tensor, random: Random) -> Tensor:
-    return tensor.to(torch.float32).to(torch.float8_e4m3fn)
-
-
-def transposed(tensor: Tensor, random: Random) -> Tensor:
-    """The same numbers at other strides: nothing is wrong with that."""
-    return tensor.t().contiguous().t() if tensor.dim() == 2 else tensor
-
-
-def expanded(tensor: Tensor, random: Random) -> Tensor:
-    return tensor[:1].expand(tensor.shape) if tensor.dim() else tensor
-
-
-def overlapping(tensor: Tensor, random: Random) -> Tensor:
-    return torch.ones(1 + sum(tensor.shape)).to(tensor.dtype).as_strided(tensor.shape, [1] * tensor.dim())
-
-
-def sparse(tensor: Tensor, random: Random) -> Tensor:
-    return tensor.to_sparse()
-
-
-def on_meta(tensor: Tensor, random: Random) -> Tensor:
-    return tensor.to("meta")
-
-
-def with_a_strange_number(tensor: Tensor, random: Random) -> Tensor:
-    tensor = tensor.clone()
+def with_one_of(tensor: Tensor, numbers: Sequence[float], random: Random) -> Tensor:
     if tensor.numel():
-        tensor.view(-1)[random.randrange(tensor.numel())] = random.choice((-1, 0, 1, 100))
+        tensor.view(-1)[random.randrange(tensor.numel())] = random.choice(numbers)
     return tensor
 
 
-def with_a_number_that_is_none(tensor: Tensor, random: Random) -> Tensor:
-    tensor = tensor.to(torch.float32, copy=True)
-    if tensor.numel():
-        tensor.view(-1)[random.randrange(tensor.numel())] = random.choice((math.nan, math.inf, -math.inf))
-    return tensor
-
-
-def with_freed_memory(tensor: Tensor, random: Random) -> Tensor:
-    tensor = tensor.clone()
+def freed(tensor: Tensor) -> Tensor:
     tensor.untyped_storage().resize_(0)
     return tensor
-
-
-_KEYS = "exp_avg", "max_exp_avg_sq", "row_step"
-
-TENSORS: tuple[Callable[[Tensor, Random], Any], ...] = (
-    cut, reshaped, of_another_dtype, of_another_dtype, of_float8, transposed, expanded, overlapping, sparse, on_meta,
-    with_a_strange_number, with_a_number_that_is_none, with_freed_memory,
-    lambda tensor, random: tensor.tolist(), lambda tensor, random: tensor.numpy(),
-)  # fmt: skip
 
 
 def changed_state(
@@ -143,7 +115,9 @@ def changed_state(
         case 0:
             state.pop(key, None)
         case 1:
-            state[random.choice((*_KEYS, "rowstep_row_order", "moment", 3, None))] = random.choice(STRANGE)
+            state[random.choice(("exp_avg", "max_exp_avg_sq", "row_step", "rowstep_row_order", "moment", 3, None))] = (
+                random.choice(STRANGE)
+            )
         case 2:
             other = random.choice(others)
             found = other[random.choice(list(other))] if other else None
@@ -154,7 +128,7 @@ def changed_state(
             state["step"] = random.choice(COUNTS)
         case _:
             if isinstance(value, Tensor) and value.dim() and can_be_read(value):
-                state[key] = random.choice(TENSORS)(value, random)
+                state[key] = random.choice(list(TENSORS.values()))(value, random)
             else:
                 state[key] = random.choice(STRANGE)
 

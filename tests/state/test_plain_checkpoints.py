@@ -64,7 +64,7 @@ def groups(model: Model, **of_tables: Any) -> list[dict[str, Any]]:
 OPTIMIZERS: dict[str, Callable[[Model], Any]] = {
     "global": lambda model: rowstep.SparseAdam(groups(model), lr=0.1),
     "row, amsgrad": lambda model: rowstep.SparseAdam(
-        groups(model, bias_correction="row"), lr=0.1, amsgrad=True, weight_decay=0.1
+        groups(model, bias_correction="row"), lr=0.1, amsgrad=True, weight_decay=0.1, decoupled_weight_decay=True
     ),
     "row, force_sparse": lambda model: rowstep.SparseAdam(
         groups(model, bias_correction="row", force_sparse=True), lr=0.1

@@ -241,7 +241,7 @@ def test_a_state_per_element_is_reduced_to_rows_when_the_option_changes(kind: An
 @pytest.mark.parametrize("options", [{"second_moment": "row"}, {"state_dtype": torch.bfloat16}, {}], ids=str)
 def test_state_that_is_there_is_not_allocated_again(options: dict[str, Any]) -> None:
     """As it would be for plain tables beside sharded ones, after each load."""
-    param = table()
+    param = table(torch.float32)
     optimizer = SparseAdam([param], **options)
     run(optimizer, param, gradients(3))
     before = Snapshot(optimizer)

@@ -100,8 +100,8 @@ def loaded_into_another(optimizer: SparseAdam) -> SparseAdam:
 @pytest.mark.parametrize("options", [{}, OURS], ids=["plain", "all"])
 @pytest.mark.parametrize("way", [loaded_into_another, pickled, copy.deepcopy, objects_through_a_file])
 def test_a_run_goes_on_after_every_way_of_copying(way: Callable[[Any], Any], options: dict[str, Any]) -> None:
-    param, whole = table(10, 4), table(10, 4)
-    whole.data.copy_(param.data)
+    param = table(10, 4, dtype=torch.float64)
+    whole = copy_of(param)
     first, reference = SparseAdam([param], **options), SparseAdam([whole], **options)
     run(first, param, range(4))
     second = way(first)

@@ -1,4 +1,4 @@
-"""State dicts of another structure, and groups with options that are none: refused before anything changes."""
+"""State dicts of another structure, and groups with invalid options: refused before anything changes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ STRUCTURES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "fewer params": (lambda saved: saved["param_groups"][0].update(params=[0], param_names=["a"]), "match the size"),
     "another group": (lambda saved: saved["param_groups"].append(saved["param_groups"][0]), "different number of"),
     "no group": (lambda saved: saved["param_groups"].clear(), "different number of"),
-    "an order of rows that is none": (
+    "an invalid row order": (
         lambda saved: saved["state"][2].update(rowstep_row_order=torch.tensor([6, 3, 0])),
         "the loaded row order is .*expected an order of 6 rows",
     ),
-    "an order that is no list": (
+    "a row order that is no tensor": (
         lambda saved: saved["state"][2].update(rowstep_row_order=3),
         "the loaded row order is 3; expected an int64 tensor of three numbers",
     ),
@@ -67,7 +67,7 @@ OPTIONS: list[tuple[str, Any]] = [
 
 @KINDS
 @pytest.mark.parametrize(("name", "value"), OPTIONS, ids=lambda value: repr(value)[:30])
-def test_options_that_are_none_are_refused(kind: Kind, name: str, value: Any) -> None:
+def test_invalid_options_are_refused(kind: Kind, name: str, value: Any) -> None:
     run = Run(kind)
     saved = run.saved()
     saved["param_groups"][0][name] = value
@@ -77,7 +77,7 @@ def test_options_that_are_none_are_refused(kind: Kind, name: str, value: Any) ->
 
 
 @KINDS
-def test_flags_and_betas_of_other_types_are_taken(kind: Kind) -> None:
+def test_flags_and_betas_of_other_types_are_accepted(kind: Kind) -> None:
     run, twin = Run(kind), Run(kind)
     saved, _ = run.saved(), twin.saved()  # no row waits
     with torch.no_grad():
@@ -95,7 +95,7 @@ def test_flags_and_betas_of_other_types_are_taken(kind: Kind) -> None:
 
 
 @KINDS
-def test_what_is_unknown_stays(kind: Kind) -> None:
+def test_unknown_keys_are_kept(kind: Kind) -> None:
     run = Run(kind)
     saved = run.saved()
     saved["param_groups"][0].update(initial_lr=0.1, momentum=None)
