@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     about = "train a table of a million rows with torch's optimizers and with rowstep's, in a minute; needs 2 GB"
-    demo = command("demo", about, "--threads 2")
+    demo = command("demo", about, "--seconds 4")
     demo.add_argument("--steps", type=positive, default=300, help="steps of each optimizer (default: 300)")
     demo.add_argument("--seconds", type=seconds, default=8, help="time for each optimizer (default: 8)")
     demo.add_argument("--threads", type=threads, default=1, help="threads of torch and rowstep (default: 1)")
