@@ -38,7 +38,9 @@ class SkipGram(nn.Module):
 
 def manual() -> tuple[list[str], Tensor]:
     """The vocabulary, and the text as positions in it."""
-    text = re.findall(r"[a-z]{2,}", " ".join(topics.values()).lower())
+    # Chapters repeat each other's paragraphs. Pairs from such a paragraph would be both learned and held out.
+    paragraphs = dict.fromkeys(part for topic in topics.values() for part in re.split(r"\n\s*\n", topic))
+    text = re.findall(r"[a-z]{2,}", " ".join(paragraphs).lower())
     vocabulary = [word for word, count in Counter(text).most_common() if count >= 8]
     position = {word: i for i, word in enumerate(vocabulary)}
     return vocabulary, torch.tensor([position[word] for word in text if word in position])

@@ -196,13 +196,17 @@ def test_rows_of_any_integer_type_and_shape(index_type: Any, backend: str) -> No
 
 
 def test_gradients_that_are_lists_or_share_memory(backend: str) -> None:
-    """A list, a broadcast number, the parameter itself, its neighbour in every row."""
+    """A list, a broadcast number, the parameter itself or a part of it, its neighbour in every row."""
     param, expected, both = normal(5000), normal(5000), normal(500, 2)
     for grad in ([0.5] * 5000, np.broadcast_to(0.5, 5000)):
         Adam().step("w", param, grad)
         Adam().step("w", expected, np.full(5000, 0.5))
     Adam().step("w", param, param)
     Adam().step("w", expected, expected.copy())
+    Adam().step("w", param[1:], param[:-1])
+    Adam().step("w", expected[1:], expected[:-1].copy())
+    Adam().step_rows("w", param, [1, 0], param[:2])
+    Adam().step_rows("w", expected, [1, 0], expected[:2].copy())
     assert np.array_equal(param, expected)
     column, grad = both[:, 0].copy(), both[:, 1].copy()
     Adam().step("w", both[:, 0], both[:, 1])

@@ -22,33 +22,29 @@ def refused(error: type[Exception], message: str, act: Callable[[Adam, Any], obj
         act(optimizer, param)
     assert list(optimizer._moments) == ["w"]
     assert all(np.array_equal(*pair) for pair in zip((param, *optimizer._moments["w"]), before, strict=True))
-    assert (optimizer.current_step, MEMORY.tolist()) == (1, list(range(10)))
+    assert optimizer.current_step == 1
 
 
-READ_ONLY, MEMORY, ONES = np.broadcast_to(1.0, 2), np.arange(10.0), np.ones((3, 2))
+READ_ONLY, ONES = np.broadcast_to(1.0, 2), np.ones((3, 2))
 HUGE = np.full(1, 2**64 - 1, np.uint64)
 FLOATS = "expected float16, float32 or float64"
-SHARED = "'new': the gradient shares memory with the parameter; expected separate memory. Pass a copy"
-CHANGED = r"'w': the parameter has shape .* and dtype .*; expected shape \(3, 2\) and dtype float64.* another name"
+CHANGED = r"'w': the parameter is float.* of shape .*; expected float64 of shape \(3, 2\), .* another name"
 
 
 @pytest.mark.parametrize(
     ("name", "param", "grad", "error", "message"),
     [
         ("new", [1.0, 2.0], np.ones(2), TypeError, "'new': the parameter is a list; expected a NumPy array"),
-        ("new", np.ma.ones(2), np.ones(2), TypeError, "'new': the parameter is a MaskedArray; expected a NumPy array"),
+        ("new", np.ma.ones(2), np.ones(2), TypeError, "'new': the parameter is a MaskedArray, whose mask would be"),
         ("new", np.ones(2, int), np.ones(2), TypeError, f"'new': the parameter has dtype int64; {FLOATS}"),
         ("new", np.ones(2, np.longdouble), np.ones(2), TypeError, f"'new': the parameter has dtype .*; {FLOATS}"),
         ("new", READ_ONLY, np.ones(2), ValueError, r"'new': the parameter is read-only; expected .* mode='r\+'"),
-        ("w", None, np.ones((2, 3)), ValueError, r"'w': the gradient has shape \(2, 3\); expected \(3, 2\), because"),
+        ("w", None, np.ones((2, 3)), ValueError, r"'w': the gradient has shape \(2, 3\); expected \(3, 2\) for a"),
         ("w", None, None, TypeError, f"'w': the gradient has dtype object; {FLOATS}"),
         ("w", None, np.ones((3, 2), int), TypeError, f"'w': the gradient has dtype int64; {FLOATS}"),
         ("w", None, np.ma.ones((3, 2)), TypeError, "'w': the gradient is a MaskedArray, whose mask would be ignored"),
         ("w", np.ones((2, 3)), np.ones((2, 3)), ValueError, CHANGED),
         ("w", np.ones((3, 2), np.float32), ONES, ValueError, CHANGED),
-        ("new", MEMORY[1:], MEMORY[:-1], ValueError, SHARED),
-        (3, None, ONES, TypeError, "the name 3 is a int; expected a str"),
-        ("a\0b", None, ONES, ValueError, "the name .* has a character that cannot be saved; expected valid Unicode"),
     ],
 )
 @pytest.mark.parametrize("rows", [False, True])
@@ -73,7 +69,6 @@ def test_operands(rows: bool, name: Any, param: Any, grad: Any, error: type[Exce
         ("w", None, [1], np.ones((2, 2)), ValueError, r"'w': the gradient has shape \(2, 2\); expected \(1, 2\)"),
         ("e", np.array(1.0), [0], [1.0], ValueError, r"'e': the parameter has shape \(\), so no rows; .* Use step\(\)"),
         ("e", np.ones((0, 2)), [0], np.ones((1, 2)), IndexError, "'e': rows contains 0; expected 0 <= row < 0"),
-        ("new", MEMORY, [1, 0], MEMORY[:2], ValueError, SHARED),
     ],
 )
 def test_rows(name: str, param: Any, rows: Any, grad: Any, error: type[Exception], message: str) -> None:
@@ -85,14 +80,13 @@ def test_rows(name: str, param: Any, rows: Any, grad: Any, error: type[Exception
     [
         ("lr", -0.1, ValueError, "lr is -0.1; expected a finite number >= 0"),
         ("lr", float("nan"), ValueError, "lr is nan; expected a finite number >= 0"),
-        ("lr", "0.1", TypeError, "lr is '0.1'; expected a finite number >= 0"),
-        ("lr", True, TypeError, "lr is True; expected a finite number >= 0"),
-        ("lr", np.array([0.1]), TypeError, r"lr is array\(\[0.1\]\); expected a finite number >= 0"),
+        ("lr", "high", TypeError, "the settings are {'lr': 'high', 'betas': .*}; expected numbers, and two for betas"),
+        ("lr", [0.1], TypeError, r"the settings are {'lr': \[0.1\], .*}; expected numbers, and two for betas"),
         ("eps", 0.0, ValueError, "eps is 0.0; expected a finite number > 0"),
-        ("weight_decay", -1, ValueError, "weight_decay is -1; expected a finite number >= 0"),
+        ("weight_decay", -1, ValueError, "weight_decay is -1.0; expected a finite number >= 0"),
         ("betas", (0.9, 1.0), ValueError, r"betas\[1\] is 1.0; expected a number in \[0, 1\)"),
-        ("betas", (0.9,), TypeError, r"betas is \(0.9,\); expected two numbers in \[0, 1\)"),
-        ("betas", 0.9, TypeError, r"betas is 0.9; expected two numbers in \[0, 1\)"),
+        ("betas", (0.9,), TypeError, r"'betas': \(0.9,\), .*; expected numbers, and two for betas"),
+        ("betas", 0.9, TypeError, "'betas': 0.9, .*; expected numbers, and two for betas"),
     ],
 )
 def test_settings(setting: str, value: Any, error: type[Exception], message: str) -> None:

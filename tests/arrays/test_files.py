@@ -140,13 +140,13 @@ def test_formats_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for name in ("state", "state.pt", ".npz"):
             with pytest.raises(ValueError, match=r"has the suffix '.*'; expected \.npz or \.safetensors"):
                 act(tmp_path / name)
-        with pytest.raises(ImportError, match=r"needs the package safetensors: .* Install rowstep\[safetensors\]"):
+        with pytest.raises(ImportError, match=r"\.safetensors needs a package: .* Install rowstep\[safetensors\]"):
             act(path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
 
-def refused(path: Path, message: str = "cannot be read as a state of rowstep.arrays|cannot be loaded") -> None:
+def refused(path: Path, message: str = "cannot be read as a state of rowstep.arrays: ") -> None:
     """Loading this file raises, names it, and changes nothing."""
     optimizer = trained()
     with pytest.raises(ValueError, match=message) as caught:
@@ -164,7 +164,7 @@ def test_foreign_files_are_rejected(suffix: str, tmp_path: Path) -> None:
     write(path, "[" * 100_000, {})
     refused(path)
     write(path, "{}", {"stray": np.ones(3)})
-    refused(path, "cannot be loaded: the state has no betas, decoupled_weight_decay, eps, lr, step, weight_decay; ")
+    refused(path, "rowstep.arrays: the state has no betas, decoupled_weight_decay, eps, lr, step, weight_decay; ")
 
 
 def test_pickles_and_files_without_our_header_are_rejected(tmp_path: Path) -> None:
@@ -187,9 +187,7 @@ NEGATIVE = {"exp_avg": np.zeros(3), "exp_avg_sq": np.array([np.nan, -0.5, 1])}
         ({"step": 0}, ValueError, r"the state's step is 0; expected an integer in \[1, 2\^63\)"),
         ({"step": True}, ValueError, "the state's step is True; expected"),
         ({"lr": float("nan")}, ValueError, "lr is nan; expected a finite number >= 0"),
-        ({"betas": [0.9]}, TypeError, r"betas is \[0.9\]; expected two numbers"),
-        ({"state": [1]}, ValueError, "the state's moments are a list; expected a dict keyed by name"),
-        ({"state": {3: {}}}, TypeError, "the name 3 is a int; expected a str"),
+        ({"betas": [0.9]}, TypeError, r"'betas': \[0.9\], .*; expected numbers, and two for betas"),
         ({"state": {"w": {"exp_avg": MOMENT}}}, ValueError, r"the state of 'w' has \['exp_avg'\]; expected"),
         ({"state": {"w": NEGATIVE}}, ValueError, "exp_avg_sq in the state of 'w' contains -0.5; expected no negative"),
         ({"state": {"w": {"exp_avg": MOMENT, "exp_avg_sq": MOMENT[0]}}}, ValueError, "'w' is float32 of shape"),
@@ -208,8 +206,8 @@ def test_states_that_do_not_fit_are_refused_as_a_whole(
 
 def test_a_file_of_another_class_or_for_another_parameter(tmp_path: Path) -> None:
     trained(AdamW).save(tmp_path / "state.npz")
-    refused(tmp_path / "state.npz", "expected False, because this is Adam. Load a state with the class that saved it")
+    refused(tmp_path / "state.npz", "the state is AdamW's; expected Adam's. Load a state with the class that saved it")
     optimizer = AdamW()
     optimizer.load(tmp_path / "state.npz")
-    with pytest.raises(ValueError, match=r"'layers/0.weight': the parameter has shape \(4, 6\)"):
+    with pytest.raises(ValueError, match=r"'layers/0.weight': the parameter is float32 of shape \(4, 6\)"):
         optimizer.step("layers/0.weight", np.zeros((4, 6), np.float32), np.zeros((4, 6)))

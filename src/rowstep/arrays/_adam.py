@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ _choose = functools.cache(choose)
 
 
 class Moments(NamedTuple):
-    """What is kept for a name, in the parameter's shape and dtype (in this machine's byte order)."""
+    """What is kept for a name, in the parameter's shape and dtype, in C order and this machine's byte order."""
 
     exp_avg: FloatArray
     exp_avg_sq: FloatArray
@@ -93,7 +94,7 @@ class Adam:
             grad: of the same shape, with any float dtype and any strides.
         """
         p = _checks.checked_param(name, param)
-        g = _checks.checked_gradient(name, grad, p.shape, p, may_be_param=True)
+        g = _checks.checked_gradient(name, grad, p.shape, p)
         backend, numbers = _backend(p, g), self._scalars()
         backend.step(p, *self._moments_of(name, p), g, numbers)
 
@@ -110,7 +111,7 @@ class Adam:
         """
         p = _checks.checked_param(name, param)
         ids = _checks.checked_rows(name, rows, p)
-        g = _checks.checked_gradient(name, grad, ids.shape + p.shape[1:], p, may_be_param=False)
+        g = _checks.checked_gradient(name, grad, ids.shape + p.shape[1:], p)
         backend, numbers = _backend(p, g), self._scalars()
         m, v = self._moments_of(name, p)
         if g.size:
@@ -131,7 +132,7 @@ class Adam:
         Args:
             state_dict: what ``state_dict()`` has returned.
         """
-        self._adopt(state_dict, copy=True)
+        self._adopt(copy.deepcopy(dict(state_dict)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write ``state_dict()`` to one ``.npz`` or ``.safetensors`` file, depending on the suffix.
@@ -149,11 +150,7 @@ class Adam:
         Args:
             path: of the file.
         """
-        state_dict = _files.load(path)
-        try:
-            self._adopt(state_dict, copy=False)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{os.fspath(path)} cannot be loaded: {error}") from error
+        _files.load(path, self._adopt)
 
     def _settings(self) -> dict[str, Any]:
         """The settings. They are plain attributes, so they are checked here, before each use."""
@@ -165,35 +162,28 @@ class Adam:
         return scalars(lr, betas, eps, self._step, weight_decay, self.decoupled_weight_decay, as_dense=True)
 
     def _moments_of(self, name: str, param: FloatArray) -> Moments:
-        """The moments of this name, laid out in memory as the parameter is where that is C or Fortran order."""
         dtype = _checks.native(param.dtype)
-        order: Any = "F" if param.flags.f_contiguous and not param.flags.c_contiguous else "C"
-        kept = self._moments.get(name) or Moments(*(np.zeros(param.shape, dtype, order) for _ in range(2)))
+        kept = self._moments.get(name) or Moments(np.zeros(param.shape, dtype), np.zeros(param.shape, dtype))
         if (kept.exp_avg.shape, kept.exp_avg.dtype) != (param.shape, dtype):
             raise ValueError(
-                f"{name!r}: the parameter has shape {param.shape} and dtype {dtype}; expected shape "
-                f"{kept.exp_avg.shape} and dtype {kept.exp_avg.dtype}, as when this name was first used. "
-                "Use another name for another array"
+                f"{name!r}: the parameter is {dtype} of shape {param.shape}; expected {kept.exp_avg.dtype} of shape "
+                f"{kept.exp_avg.shape}, as when this name was first used. Use another name for another array"
             )
-        moments = self._moments[name] = Moments(*(np.asarray(array, order=order) for array in kept))
-        return moments
+        self._moments[name] = kept
+        return kept
 
-    def _adopt(self, state_dict: Mapping[str, Any], *, copy: bool) -> None:
+    def _adopt(self, state_dict: Mapping[str, Any]) -> None:
         if missing := {"step", *_SETTINGS, "decoupled_weight_decay", "state"} - set(state_dict):
             raise ValueError(f"the state has no {', '.join(sorted(missing))}; expected what state_dict() returns")
-        step, decoupled, state = (state_dict[key] for key in ("step", "decoupled_weight_decay", "state"))
+        step, decoupled = state_dict["step"], state_dict["decoupled_weight_decay"]
         if type(step) is not int or not 1 <= step < 1 << 63:
             raise ValueError(f"the state's step is {step!r}; expected an integer in [1, 2^63)")
         if decoupled is not self.decoupled_weight_decay:
-            raise ValueError(
-                f"the state's decoupled_weight_decay is {decoupled!r}; expected {self.decoupled_weight_decay}, because "
-                f"this is {type(self).__name__}. Load a state with the class that saved it"
-            )
-        if not isinstance(state, Mapping):
-            raise ValueError(f"the state's moments are a {type(state).__name__}; expected a dict keyed by name")
+            found, own = ("AdamW" if each else "Adam" for each in (decoupled, self.decoupled_weight_decay))
+            raise ValueError(f"the state is {found}'s; expected {own}'s. Load a state with the class that saved it")
         loaded = Adam(**{key: state_dict[key] for key in _SETTINGS})
         loaded._step = step
-        loaded._moments = {name: _checked_moments(name, moments, copy=copy) for name, moments in state.items()}
+        loaded._moments = {name: _checked_moments(name, moments) for name, moments in state_dict["state"].items()}
         self.__dict__.update(loaded.__dict__)
 
 
@@ -233,19 +223,14 @@ def _backend(p: FloatArray, g: FloatArray) -> Any:
     return _reference if 2 in (p.itemsize, g.itemsize) else chosen  # Numba has no float16
 
 
-def _checked_moments(name: str, moments: Any, *, copy: bool) -> Moments:
-    _checks.check_name(name)
-    if not isinstance(moments, Mapping) or set(moments) != set(Moments._fields):
-        found = sorted(map(str, moments)) if isinstance(moments, Mapping) else f"a {type(moments).__name__}"
-        raise ValueError(f"the state of {name!r} has {found}; expected {list(Moments._fields)}")
-    m, v = (np.array(moments[key], order="K", copy=copy or None) for key in Moments._fields)
+def _checked_moments(name: str, moments: Mapping[str, Any]) -> Moments:
+    if set(moments) != set(Moments._fields):
+        raise ValueError(f"the state of {name!r} has {sorted(moments)}; expected {list(Moments._fields)}")
+    m, v = (np.asarray(moments[key]) for key in Moments._fields)
     if _checks.native(m.dtype) not in _checks.FLOATS or (m.shape, m.dtype) != (v.shape, v.dtype):
-        raise ValueError(
-            f"the state of {name!r} is {m.dtype} of shape {m.shape} and {v.dtype} of shape {v.shape}; expected two "
-            "float arrays of the same shape and dtype"
-        )
-    m, v = (array.astype(_checks.native(array.dtype), order="K", copy=False) for array in (m, v))
+        found = f"{m.dtype} of shape {m.shape} and {v.dtype} of shape {v.shape}"
+        raise ValueError(f"the state of {name!r} is {found}; expected two float arrays of the same shape and dtype")
     # NaN and infinity are what a run that diverged leaves. But no sum of squares is below 0, and its root is taken.
     if (least := np.fmin.reduce(v, axis=None, initial=0)) < 0:
         raise ValueError(f"exp_avg_sq in the state of {name!r} contains {least}; expected no negative values")
-    return Moments(m, v)
+    return Moments(*(np.asarray(array, _checks.native(array.dtype), order="C") for array in (m, v)))

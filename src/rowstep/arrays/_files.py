@@ -10,8 +10,7 @@ import errno
 import json
 import os
 import secrets
-import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,7 @@ def save(path: str | os.PathLike[str], state_dict: Mapping[str, Any]) -> None:
         with open(beside, "xb") as file:
             if is_npz:
                 np.savez(file, **{HEADER: np.array(header), **arrays})
-            else:  # the package reads memory as if it were in C order
-                arrays = {key: np.asarray(array, order="C") for key, array in arrays.items()}
+            else:
                 file.write(_safetensors().numpy.save(arrays, {HEADER: header}))
             file.flush()
             os.fsync(file.fileno())
@@ -45,8 +43,8 @@ def save(path: str | os.PathLike[str], state_dict: Mapping[str, Any]) -> None:
         beside.unlink(missing_ok=True)
 
 
-def load(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read what ``save`` wrote."""
+def load(path: str | os.PathLike[str], adopt: Callable[[dict[str, Any]], None]) -> None:
+    """Read what ``save`` wrote, and hand it over. Whatever is wrong with it, the error names the file."""
     read = read_npz if _is_npz(path) else _read_safetensors
     try:
         header, arrays = read(path)
@@ -56,7 +54,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         for key, array in arrays.items():
             name, _, field = key.rpartition("/")
             state.setdefault(name, {})[field] = array
-        return {**json.loads(header), "state": state}
+        adopt({**json.loads(header), "state": state})
     except Exception as error:  # the readers pass on what their parsers raise, of any type
         # Errors of the disk pass as they are. EINVAL is not one: a damaged file names an impossible place in itself.
         if isinstance(error, ImportError) or (isinstance(error, OSError) and error.errno != errno.EINVAL):
@@ -74,12 +72,8 @@ def _is_npz(path: str | os.PathLike[str]) -> bool:
 
 def read_npz(path: str | os.PathLike[str]) -> tuple[str | None, dict[str, Any]]:
     """The header, if there is one, and the arrays."""
-    with open(path, "rb") as file:
-        if not zipfile.is_zipfile(file):
-            raise ValueError("it is not a ZIP archive; expected a .npz, as save() writes")
-        file.seek(0)
-        with np.load(file, allow_pickle=False) as archive:
-            arrays = dict(archive)
+    with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
+        arrays = dict(archive)
     header = arrays.pop(HEADER, None)
     return None if header is None else str(header), arrays
 
@@ -95,6 +89,6 @@ def _safetensors() -> Any:
         import safetensors.numpy
     except ImportError as error:
         raise ImportError(
-            f"a .safetensors file needs the package safetensors: {error}. Install rowstep[safetensors], or use .npz"
+            f".safetensors needs a package: {error}. Install rowstep[safetensors], or use .npz"
         ) from error
     return safetensors

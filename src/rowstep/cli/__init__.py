@@ -1,21 +1,23 @@
-"""The command line: `rowstep demo` shows the optimizer at work, `rowstep bench` times it, `rowstep inspect` shows
-what a checkpoint holds, `rowstep warm-up` compiles kernels ahead of time.
+"""The command line: `rowstep demo` compares optimizers, `rowstep inspect` shows what a checkpoint holds, `rowstep
+warm-up` compiles kernels ahead of time.
 
 Each command is a module with `run(arguments) -> exit code`, imported when the command runs: `rowstep --version` does
-not wait for torch. `demo` and `bench` draw with rich, which comes with the extra `cli`; nothing else needs it.
+not wait for torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rowstep import __version__
-from rowstep.cli.extras import CommandError, positive, printable
+from rowstep.cli.extras import CommandError, positive, printable, seconds, threads
 
 _WARM_UP_DETAILS = """\
 For the default options of the optimizers and for clip_grad_norm_, on one and on several threads. For other options run
@@ -26,19 +28,22 @@ Numba and rowstep. NUMBA_CACHE_DIR says where they go; programs that should find
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; argparse itself exits with 2 on arguments it does not know."""
     arguments = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # not every encoding has the characters of bars and of names in files
     try:
         code: int = importlib.import_module(f"rowstep.cli.{arguments.module}").run(arguments)
-        sys.stdout.flush()  # a closed pipe shows here, not when the interpreter ends
+        print(end="", flush=True)  # a closed pipe or a full disk shows here, not when the interpreter ends
         return code
     except KeyboardInterrupt:
         return _failed("interrupted", 130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains when it flushes
-        return _failed("the output was closed before all of it was written")
     except CommandError as error:
         return _failed(str(error))
     except OSError as error:
-        return _failed(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        if error.filename is not None:
+            return _failed(f"{error.filename}: {error.strerror}")
+        with contextlib.suppress(OSError):  # what is still to be written would raise again when the interpreter ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _failed(f"the output ended before all of it was written: {error.strerror or error}")
 
 
 def _failed(sentence: str, code: int = 1) -> int:
@@ -51,28 +56,24 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rowstep {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    def command(name: str, about: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=about, description=about)
+    def command(name: str, about: str, example: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=about, description=about, epilog=f"Example: rowstep {name} {example}")
         added.set_defaults(module=f"_{name.replace('-', '_')}")
         return added
 
-    demo = command("demo", "train word vectors on Python's manual with rowstep and with torch, side by side")
-    demo.add_argument("--steps", type=positive, default=800, help="training steps (default: 800)")
-    demo.add_argument("--seconds", type=float, default=45, help="stop training after this long (default: 45)")
+    about = "train a table of a million rows with torch's optimizers and with rowstep's, in a minute; needs 2 GB"
+    demo = command("demo", about, "--seconds 4")
+    demo.add_argument("--steps", type=positive, default=300, help="steps of each optimizer (default: 300)")
+    demo.add_argument("--seconds", type=seconds, default=8, help="time for each optimizer (default: 8)")
+    demo.add_argument("--threads", type=threads, default=1, help="threads of torch and rowstep (default: 1)")
 
-    bench = command("bench", "time a step beside torch's optimizers, in about a minute; needs 3 GB of memory")
-    bench.add_argument("--threads", nargs="+", type=positive, help="thread counts (default: one, and all cores)")
-    bench.add_argument("--seconds", type=float, default=3, help="how long each line is measured (default: 3)")
-    bench.add_argument("--quick", action="store_true", help="the smallest table only: to see that it works")
+    about = "show what a checkpoint holds: weights, optimizer state, rows never touched"
+    inspect = command("inspect", about, "checkpoint.pt")
+    inspect.add_argument("path", type=Path, help="a torch.save file, a .safetensors or a .npz")
 
-    inspect = command("inspect", "show what a checkpoint holds: weights, optimizer state, rows never touched")
-    kinds = "a torch.save file, a .safetensors, a .npz or a torch.distributed.checkpoint directory"
-    inspect.add_argument("path", type=Path, help=kinds)
-    trust = "read a directory, which torch unpickles: this can run code from it"
-    inspect.add_argument("--trust", action="store_true", help=trust)
-
-    warm_up = command("warm-up", "compile the usual kernels ahead, for container images: the first step loads them")
-    warm_up.epilog = _WARM_UP_DETAILS
+    about = "compile the usual kernels ahead, for container images: the first step loads them"
+    warm_up = command("warm-up", about, "--dtype float32 bfloat16")
+    warm_up.description = f"{about}. {_WARM_UP_DETAILS}"
     dtypes, about = ["float32", "float64", "bfloat16"], "dtypes of the tables (default: float32)"
     warm_up.add_argument("--dtype", nargs="+", action="extend", choices=dtypes, help=about)
     return parser

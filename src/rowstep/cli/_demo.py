@@ -1,143 +1,142 @@
-"""`rowstep demo`: word vectors from Python's own manual, trained twice on the same batches.
+"""`rowstep demo`: one model, four optimizers, the same batches: what a step takes, and what is learned.
 
-Skip-gram with negative sampling is the classic user of sparse gradients: two tables, and a step that touches the words
-of one batch. One model is stepped by rowstep, its twin by torch; they take turns, so that noise disturbs both.
+The model has to tell the class of an id, which only that id's own row can learn. Ids follow Zipf's law, as words, users
+and goods do: a few come in every batch, most of them rarely. So a batch touches a fraction of a percent of the table,
+and dense Adam moves all of it.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
+import math
+import os
+import sys
 import time
-from collections import Counter
-from collections.abc import Iterator
-from pydoc_data.topics import topics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from statistics import mean, median
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from rowstep import SparseAdam
-from rowstep.cli import extras
+from rowstep import DeferredAdam, SparseAdam
 
-LEARNING_RATE, DIM, BATCH = 0.01, 64, 4096
-RECENT = 50  # steps averaged into the loss that is shown
-WINDOW = NEGATIVES = NEIGHBOURS = 5
-RARE = 8  # words seen less often get no vector: they have too few contexts to learn from
-FREQUENT = 1e-3  # above this share of the text, occurrences of a word ("the") are thinned out
-QUERIES = ("class", "exception", "import", "dictionary", "async", "float", "true", "left", "unicode", "loop")
+ROWS, COLUMNS, CLASSES, BATCH = 1_000_000, 64, 16, 4_096
+RATE = 0.02
+RECENT = 10  # steps whose losses are averaged into one
+
+# The optimizers of a table and a layer. Torch's SparseAdam takes no dense gradients, so its layer needs another one.
+# Fused is the fastest that torch's Adam can be on a CPU.
+Params = list[nn.Parameter]
+CONTENDERS: dict[str, Callable[[Params, Params], list[Optimizer]]] = {
+    "torch.optim.Adam": lambda table, layer: [torch.optim.Adam(table + layer, RATE, fused=True)],
+    "torch.optim.SparseAdam": lambda table, layer: [torch.optim.SparseAdam(table, RATE), torch.optim.Adam(layer, RATE)],
+    "rowstep.SparseAdam": lambda table, layer: [SparseAdam(table + layer, RATE)],
+    "rowstep.DeferredAdam": lambda table, layer: [DeferredAdam(table + layer, RATE)],
+}
+DENSE = "torch.optim.Adam"
+
+
+@dataclass
+class Run:
+    name: str
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # of each step: lookup, backward pass and optimizer
+    nbytes: int = 0  # of optimizer state and gradients
+
+    @property
+    def milliseconds(self) -> float:
+        """A usual step: the first one allocates the state, and may compile kernels."""
+        return 1e3 * median(self.seconds[1:] or self.seconds)
+
+    def loss_after(self, steps: int) -> float:
+        return mean(self.losses[max(0, steps - RECENT) : steps])
 
 
 def run(arguments: argparse.Namespace) -> int:
-    console = extras.console()
-    vocabulary, text = _python_manual()
-    sizes = f"two tables of {len(vocabulary):,} x {DIM}, {BATCH:,} word pairs a step"
-    console.print(f"Python's manual: {len(text):,} words, {len(vocabulary):,} different; {sizes}.")
-    ours, theirs = (Run(kind, len(vocabulary), arguments.steps) for kind in (SparseAdam, torch.optim.SparseAdam))
-    batches, stop = _batches(text), time.perf_counter() + arguments.seconds
-    with console.status("training") as status:
-        for done, batch in zip(range(1, arguments.steps + 1), batches, strict=False):
-            # Taking turns at going first: the second finds the batch in the cache.
-            for model in (theirs, ours) if done % 2 else (ours, theirs):
-                model.step(batch)
-            status.update(f"training: step {done} of {arguments.steps}, loss {ours.recent_loss:.3f}")
-            if time.perf_counter() > stop:
-                console.print(f"Stopped after {done} of {arguments.steps} steps: {arguments.seconds:g} s were up.")
-                break
-    console.print(_neighbours(ours, vocabulary))
-    console.print(_comparison(ours, theirs))
+    print(f"A table of {ROWS:,} x {COLUMNS} and a layer learn the classes of {BATCH:,} Zipf-distributed ids a step.")
+    limits = (
+        f"{arguments.steps} steps or {arguments.seconds:g} seconds, on {arguments.threads} of {os.cpu_count()} cores"
+    )
+    print(f"Each optimizer takes up to {limits}.\n", flush=True)
+    torch.set_num_threads(arguments.threads)
+    runs = [train(name, arguments.steps, arguments.seconds) for name in CONTENDERS]
+    print("", *report(runs, arguments.steps, arguments.seconds), sep="\n")
     return 0
 
 
-def _python_manual() -> tuple[list[str], np.ndarray]:
-    """The vocabulary, most frequent first, and the text as positions in it."""
-    # Chapters of the manual repeat each other's paragraphs; a paragraph seen twice would pull its words together twice.
-    paragraphs = dict.fromkeys(part for topic in topics.values() for part in re.split(r"\n\s*\n", topic))
-    text = [word for part in paragraphs for word in re.findall(r"__[a-z]+__|[a-z]{2,}", part.lower())]
-    vocabulary = [word for word, count in Counter(text).most_common() if count >= RARE]
-    position = {word: i for i, word in enumerate(vocabulary)}
-    return vocabulary, np.array([position[word] for word in text if word in position])
+def train(name: str, steps: int, seconds: float) -> Run:
+    torch.manual_seed(0)
+    table, layer = nn.Embedding(ROWS, COLUMNS, sparse=name != DENSE), nn.Linear(COLUMNS, CLASSES)
+    optimizers = CONTENDERS[name](list(table.parameters()), list(layer.parameters()))
+    run, stop = Run(name), math.inf
+    try:
+        while len(run.losses) < steps and time.perf_counter() < stop:
+            _show_progress(run, steps, end="\r")
+            ids, classes = _batch(len(run.losses))
+            start = time.perf_counter()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(layer(table(ids)), classes)
+            torch.autograd.backward(loss)
+            for optimizer in optimizers:
+                optimizer.step()
+            run.seconds.append(time.perf_counter() - start)
+            run.losses.append(loss.item())
+            stop = min(stop, time.perf_counter() + seconds)  # from the end of the first step
+    finally:  # on Ctrl-C, too: what is said next begins a line
+        _show_progress(run, steps, end="\n")
+    run.nbytes = sum(_nbytes(optimizer) for optimizer in optimizers)
+    return run
 
 
-def _batches(text: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless batches: words, and for each a true neighbour and drawn ones. Every pass is thinned and shuffled anew."""
-    rng = np.random.default_rng(0)
-    share = np.bincount(text) / len(text)
-    keep = np.sqrt(FREQUENT / share).clip(max=1)
-    noise = share**0.75 / (share**0.75).sum()
-    while True:
-        thinned = text[rng.random(len(text)) < keep[text]]
-        found = []
-        for distance in range(1, WINDOW + 1):  # the near ones more often, as word2vec draws them
-            left, right = thinned[:-distance], thinned[distance:]
-            kept = rng.random(len(left)) < 1 - (distance - 1) / WINDOW
-            found += [np.column_stack([left, right])[kept], np.column_stack([right, left])[kept]]
-        pairs = rng.permutation(np.concatenate(found))
-        for start in range(0, len(pairs) - BATCH + 1, BATCH):
-            centres, contexts = pairs[start : start + BATCH].T
-            negatives = rng.choice(len(noise), (BATCH, NEGATIVES), p=noise)
-            yield torch.tensor(centres), torch.from_numpy(np.column_stack([contexts, negatives]))
+def _batch(step: int) -> tuple[Tensor, Tensor]:
+    """The ids and classes of a step. Ids whose logarithms are uniform follow Zipf's law, the most frequent first."""
+    draws = torch.rand(BATCH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    ids = (ROWS**draws).long() - 1
+    return ids, ids * 2_654_435_761 % 2**32 * CLASSES // 2**32
 
 
-class Run:
-    """Two tables, of words and of their contexts, and an optimizer that steps them; with what each step took."""
-
-    def __init__(self, kind: Any, words: int, steps: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.words = nn.Embedding(words, DIM, sparse=True, _weight=torch.randn(words, DIM, generator=generator) / 10)
-        self.contexts = nn.Embedding(words, DIM, sparse=True, _weight=torch.zeros(words, DIM))
-        self.optimizer = kind([self.words.weight, self.contexts.weight], lr=LEARNING_RATE)
-        self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.05, total_iters=steps)
-        self.losses: list[float] = []
-        self.seconds: list[tuple[float, float]] = []  # of each step: the optimizer's, and all
-
-    def _loss(self, centres: Tensor, contexts: Tensor) -> Tensor:
-        """Tell the true neighbour, which comes first, from the drawn ones."""
-        scores = torch.bmm(self.contexts(contexts), self.words(centres).unsqueeze(2)).squeeze(2)
-        sign = torch.tensor([1.0, *[-1.0] * NEGATIVES])
-        return -nn.functional.logsigmoid(sign * scores).sum(1).mean()
-
-    def step(self, batch: tuple[Tensor, Tensor]) -> None:
-        start = time.perf_counter()
-        self.optimizer.zero_grad()
-        loss = self._loss(*batch)
-        torch.autograd.backward(loss)
-        ready = time.perf_counter()
-        self.optimizer.step()
-        end = time.perf_counter()
-        self.schedule.step()
-        self.losses.append(loss.item())
-        self.seconds.append((end - ready, end - start))
-
-    @property
-    def recent_loss(self) -> float:
-        return mean(self.losses[-RECENT:])
+def _nbytes(optimizer: Optimizer) -> int:
+    slots = [slot for state in optimizer.state.values() for slot in state.values() if isinstance(slot, Tensor)]
+    grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
+    values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+    return sum(tensor.nbytes for tensor in (*slots, *values))
 
 
-def _neighbours(run: Run, vocabulary: list[str]) -> Any:
-    table = extras.table("What the vectors learned", ("word", "nearest in meaning"), ())
-    unit = nn.functional.normalize(run.words.weight.detach(), dim=1)
-    # The manual differs between versions of Python: a word that has become rare is left out.
-    for query in filter(vocabulary.__contains__, QUERIES):
-        nearest = (unit @ unit[vocabulary.index(query)]).topk(NEIGHBOURS + 1).indices.tolist()
-        table.add_row(query, ", ".join(vocabulary[i] for i in nearest if vocabulary[i] != query))
-    return table
+def _show_progress(run: Run, steps: int, end: str) -> None:
+    if end == "\n" or sys.stderr.isatty():
+        done = len(run.losses)
+        loss = f", loss {run.losses[-1]:.4f}" if done else ""
+        line = f"{run.name:<24}{_bar(done / steps, width=20):<20}{done:5} of {steps} steps{loss}"
+        print(line, end=end, file=sys.stderr, flush=True)
 
 
-def _comparison(ours: Run, theirs: Run) -> Any:
-    title = "rowstep.SparseAdam and torch.optim.SparseAdam on the same batches"
-    table = extras.table(title, ("",), ("rowstep", "torch", "torch / rowstep"))
-    table.add_row(f"loss, last {RECENT} steps", f"{ours.recent_loss:.4f}", f"{theirs.recent_loss:.4f}")
-    times = {
-        "optimizer step": [median(step for step, _ in run.seconds) for run in (ours, theirs)],
-        "whole training step": [median(whole for _, whole in run.seconds) for run in (ours, theirs)],
-        "first step (compiles, or loads its cache)": [run.seconds[0][0] for run in (ours, theirs)],
-    }
-    for what, (a, b) in times.items():
-        table.add_row(what, f"{a * 1e3:,.2f} ms", f"{b * 1e3:,.2f} ms", f"{b / a:.1f}x")
-    weights, others = (torch.stack([run.words.weight, run.contexts.weight]).detach() for run in (ours, theirs))
-    what = f"largest difference in weights (≤ {others.abs().max():.1f})"
-    table.add_row(what, f"{(weights - others).abs().max():.1e}")
-    return table
+def _bar(share: float, width: int) -> str:
+    whole, eighths = divmod(math.ceil(8 * width * share), 8)
+    return "█" * whole + " ▏▎▍▌▋▊▉"[eighths].strip()
+
+
+def report(runs: list[Run], steps: int, seconds: float) -> Iterator[str]:
+    """The lines of the comparison: losses after the steps that all have taken, and after those that each has taken."""
+    shared = min(len(run.losses) for run in runs)
+    yield f"{'':<24}{'ms a step':>12}{'speed':>10}{f'loss, step {shared}':>18}{'steps':>8}{'last loss':>12}"
+    for run in runs:
+        speed, count = runs[0].milliseconds / run.milliseconds, len(run.losses)
+        losses = f"{run.loss_after(shared):18.4f}{count:8}{run.loss_after(count):12.4f}"
+        yield f"{run.name:<24}{run.milliseconds:12,.1f}{speed:9.1f}x{losses}"
+    yield "\nMilliseconds a step"
+    yield from _chart({run.name: run.milliseconds for run in runs})
+    yield "\nMegabytes of optimizer state and gradients"
+    yield from _chart({run.name: run.nbytes / 1e6 for run in runs})
+    yield ""
+    if late := [f"{run.name} ({len(run.losses)} of {steps} steps)" for run in runs if len(run.losses) < steps]:
+        yield f"Out of time after {seconds:g} seconds: {', '.join(late)}."
+    yield f"A loss is the mean over up to {RECENT} steps, each on a new batch. The losses of both SparseAdams should"
+    yield "agree, and so should those of DeferredAdam and torch.optim.Adam. DeferredAdam keeps another 4 bytes per row."
+
+
+def _chart(values: dict[str, float]) -> Iterator[str]:
+    for name, value in values.items():
+        yield f"{name:<24}{_bar(value / max(values.values()), width=40)} {value:,.1f}"

@@ -10,15 +10,11 @@ import argparse
 import os
 import time
 import warnings
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from rowstep.cli.extras import CommandError
-
-if TYPE_CHECKING:
-    from rowstep._kernels.cache import Record
 
 _OPTIMIZERS = ("SparseAdam", "DeferredAdam", "DeferredAdamW")
 _COLUMNS, _STEPS = 64, 3  # from the second step on, rows have waited and catch up
@@ -31,18 +27,26 @@ def run(arguments: argparse.Namespace) -> int:
 
     from rowstep._kernels import cache
 
+    print("Compiling takes up to a minute for each dtype; what was compiled before is only loaded.", flush=True)
     start, first = time.perf_counter(), len(cache.records)
     for dtype in dict.fromkeys(arguments.dtype or ["float32"]):
         for name in _OPTIMIZERS:
-            begun, before = time.perf_counter(), len(cache.records)
+            begun = time.perf_counter()
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "rowstep cannot cache", RuntimeWarning)  # said below
                 train(name, getattr(torch, dtype))
-            _require_saved(cache.records[first:])
-            was_loaded = [record.was_loaded for record in cache.records[before:]]
-            counted = f"{was_loaded.count(False)} compiled, {was_loaded.count(True)} loaded"
-            print(f"{name:<14}{dtype:<10}{counted:<24}{time.perf_counter() - begun:6.1f} s", flush=True)
+            if unsaved := [record.trouble for record in cache.records[first:] if record.path is None]:
+                raise CommandError(
+                    f"compiled kernels cannot be saved, so every process will compile its own: {unsaved[0]}. "
+                    "Set NUMBA_CACHE_DIR to a writable directory, here and for the programs that should find them"
+                )
+            print(f"{name:<14}{dtype:<10}{time.perf_counter() - begun:6.1f} s", flush=True)
     paths = {record.path for record in cache.records[first:] if record.path is not None}
+    if not paths:
+        raise CommandError(
+            "the installed Numba did not ask for kernels on disk, so every process will compile its own. "
+            "Install a version of Numba that this version of rowstep was tested with"
+        )
     size, folders = sum(path.stat().st_size for path in paths), {str(path.parent.resolve()) for path in paths}
     print(f"{len(paths)} kernels, {size / 1e6:.1f} MB, in {', '.join(sorted(folders))}")
     cpu = numba.config.CPU_NAME or llvmlite.binding.get_host_cpu_name()  # type: ignore[attr-defined]
@@ -58,45 +62,24 @@ def train(name: str, dtype: torch.dtype) -> None:
 
     # A gradient that is large enough for threads, over a table of which a part waits.
     ids = 2 * PARALLEL_FROM_BYTES // (_COLUMNS * dtype.itemsize)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            table = nn.Embedding(2 * ids, _COLUMNS, sparse=True, dtype=dtype)
-            optimizer: torch.optim.Optimizer = getattr(rowstep, name)(table.parameters())
-            for step in range(_STEPS):
-                optimizer.zero_grad()
-                torch.autograd.backward(table(torch.arange(ids) + step).float().sum())
-                rowstep.clip_grad_norm_(table.parameters(), 1.0)
-                optimizer.step()
-            optimizer.state_dict()  # every row catches up
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        table = nn.Embedding(2 * ids, _COLUMNS, sparse=True, dtype=dtype)
+        optimizer: torch.optim.Optimizer = getattr(rowstep, name)(table.parameters())
+        for step in range(_STEPS):
+            optimizer.zero_grad()
+            torch.autograd.backward(table(torch.arange(ids) + step).float().sum())
+            rowstep.clip_grad_norm_(table.parameters(), 1.0)
+            optimizer.step()
+        optimizer.state_dict()  # every row catches up
 
 
 def _require_compiler() -> None:
     try:
         import numba
     except ImportError as error:
-        reason = f"Numba cannot be imported ({error})"
-        raise CommandError(f"{reason}, so there is nothing to compile. Install Numba") from None
-    if os.environ.get("ROWSTEP_BACKEND") == "reference":
-        raise CommandError(
-            "ROWSTEP_BACKEND is 'reference', which compiles nothing; expected 'numba', or no such variable. Unset it"
-        )
-    if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
-        raise CommandError("NUMBA_DISABLE_JIT=1 disables Numba's compiler, so there is nothing to compile. Unset it")
-
-
-def _require_saved(found: list[Record]) -> None:
-    """Raise if the next process will have to compile what these trainings needed."""
-    if unsaved := [record.trouble for record in found if record.path is None]:
-        raise CommandError(
-            f"compiled kernels cannot be saved, so every process will compile its own: {unsaved[0]}. "
-            "Set NUMBA_CACHE_DIR to a writable directory, here and for the programs that should find them"
-        )
-    if not any(record.name.endswith("on_pool") for record in found):
-        raise CommandError(
-            "the installed Numba did not ask for kernels on disk, so every process will compile its own. "
-            "Install a version of Numba that this version of rowstep was tested with"
-        )
+        raise CommandError(f"Numba cannot be imported ({error}), so there is nothing to compile. Install it") from None
+    backend = os.environ.get("ROWSTEP_BACKEND") or "numba"
+    if backend != "numba" or numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
+        found = "NUMBA_DISABLE_JIT is set" if backend == "numba" else f"ROWSTEP_BACKEND is {backend!r}"
+        raise CommandError(f"{found}, so there is nothing to compile; expected neither. Unset it")

@@ -1,9 +1,10 @@
-"""What the commands share with the benchmarks. rich is imported at use: `--help` works without it."""
+"""What the commands share. `console`, `table` and `positive` are for the benchmarks, too; only they need rich."""
 
 from __future__ import annotations
 
 import argparse
-import sys
+import math
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,10 +18,8 @@ class CommandError(Exception):
 
 
 def console() -> Console:
-    try:
-        from rich.console import Console
-    except ImportError:
-        raise CommandError("this command needs rich, which is not installed: pip install 'rowstep[cli]'") from None
+    from rich.console import Console
+
     screen = Console()
     # Without a terminal rich takes 80 columns for granted, and tables in log files would wrap.
     return screen if screen.is_terminal else Console(width=150)
@@ -42,9 +41,19 @@ def positive(text: str) -> int:
     return number
 
 
+def seconds(text: str) -> float:
+    if not 0 < (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be finite and above 0, not {text}")
+    return number
+
+
+def threads(text: str) -> int:
+    if (number := positive(text)) > (cores := os.cpu_count() or 1):
+        raise argparse.ArgumentTypeError(f"must be at most {cores}, the cores of this machine, not {number}")
+    return number
+
+
 def printable(text: str, longest: int = 100) -> str:
-    """Text from a file, fit for a terminal: whatever is not visible, or not in the output's encoding, is escaped."""
+    """Text from a file, fit for a terminal: cut to this length, and whatever is not visible is escaped."""
     cut = text if len(text) <= longest else f"{text[: longest - 3]}..."
-    visible = (c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in cut)
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    return "".join(visible).encode(encoding, "backslashreplace").decode(encoding)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in cut)
