@@ -261,6 +261,13 @@ def test_a_snapshot_needs_a_new_folder(tmp_path: Path, path: Path) -> None:
         storage.snapshot(tmp_path / "snap", table)
 
 
+def test_files_of_the_same_name_do_not_go_into_one_folder(tmp_path: Path, path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    tables = [make(path), make(tmp_path / "more" / path.name)]
+    with pytest.raises(ValueError, match=r"called a\.safetensors, a\.safetensors; expected different names"):
+        storage.snapshot(tmp_path / "snap", *tables)
+
+
 def test_writing_while_a_snapshot_is_copied_is_noticed(
     tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,7 +301,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_an_error_where_we_write(tmp_path: Path, small_disk: Path) -> None:
     attempts: list[dict[str, Any]] = [{"reserve": True}, {"init": nn.init.ones_}]
     for options in attempts:
-        with pytest.raises(OSError, match="No space left on device; free disk space, or choose another disk") as raised:
+        with pytest.raises(
+            OSError, match="No space left on device; free disk space, or choose another disk: "
+        ) as raised:
             storage.create(small_disk / "a", 1_000, 1_000, **options)
         assert raised.value.errno == errno.ENOSPC
         assert list(small_disk.iterdir()) == []

@@ -93,6 +93,17 @@ def test_init_sees_every_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert table[:, 0].tolist() == [1] * 25 + [2] * 25 + [3] * 20
 
 
+def test_a_bar_shows_how_far_a_long_init_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes the capture for a terminal
+    for chunks, is_long in [(range(3), False), (range(40), True)]:
+        assert list(storage._with_bar(chunks, "a.safetensors")) == list(chunks)
+        printed = capsys.readouterr()
+        assert ("Filling a.safetensors" in printed.err) is is_long
+        assert not printed.out
+
+
 def test_an_init_that_fails_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="init returned another object; expected it to fill the tensor"):
         storage.create(tmp_path / "a.safetensors", 7, 3, init=torch.randn_like)

@@ -74,7 +74,6 @@ def create(
     header, span = _header.write(key, dtype, shape)
     if span.end >= 2**63:
         raise ValueError(f"the shape {shape} takes {span.end} bytes; expected less than 2**63")
-
     place = os.path.realpath(path)
 
     def fill(file: int) -> None:
@@ -99,9 +98,8 @@ def _with_bar(chunks: Sequence[int], path: str) -> Iterable[int]:
         from rich.progress import track
     except ImportError:
         return chunks
-    console = Console(stderr=True)
-    takes_long = len(chunks) * _CHUNK_BYTES > 2 << 30  # some seconds
-    return track(chunks, f"Filling {path}", console=console, transient=True, disable=not takes_long)
+    is_quick = len(chunks) * _CHUNK_BYTES < 2 << 30  # some seconds
+    return track(chunks, f"Filling {path}", console=Console(stderr=True), transient=True, disable=is_quick)
 
 
 def open(path: str | os.PathLike[str], key: str, *, writable: bool = False) -> Tensor:
@@ -136,7 +134,8 @@ def sync(*tensors: Tensor) -> int:
     """
     now = time.time_ns()
     for file in _mapping.files_of(tensors):
-        file.sync(now)
+        with _mapping.explained(file.path):
+            file.sync(now)
     return now
 
 
@@ -150,8 +149,9 @@ def snapshot(folder: str | os.PathLike[str], *tensors: Tensor) -> None:
         folder: must not exist. Files keep their names, so these must differ.
         tensors: as for ``sync``.
     """
-    with _mapping.explained(os.fspath(folder)):
-        _snapshot.copy(_mapping.files_of(tensors), os.path.realpath(folder), sync(*tensors))
+    synced_at, place = sync(*tensors), os.path.realpath(folder)
+    with _mapping.explained(place):
+        _snapshot.copy(_mapping.files_of(tensors), place, synced_at)
 
 
 def status(path: str | os.PathLike[str]) -> Status:

@@ -43,16 +43,15 @@ class MappedFile(mmap.mmap):
 
     def sync(self, now: int) -> None:
         """Make every store so far durable, and note that."""
-        with explained(self.path):
-            if self.has_failed:
-                raise OSError(errno.EIO, "an earlier sync failed, and what it did not write may be lost")
-            # First of all, so that what is stored while this runs counts as stored after the sync.
-            modified = _record.modified_ns(self.file, self.path)
-            self.has_failed = True  # the kernel reports a page that it could not write once, then takes it for clean
-            self.flush()
-            os.fsync(self.file)
-            self.has_failed = False
-            _record.write(self.path, Record(now, modified, _record.identity(os.fstat(self.file))))
+        if self.has_failed:
+            raise OSError(errno.EIO, "an earlier sync failed, and what it did not write may be lost")
+        # First of all, so that what is stored while this runs counts as stored after the sync.
+        modified = _record.modified_ns(self.file, self.path)
+        self.has_failed = True  # the kernel reports a page that it could not write once, and then takes it for clean
+        self.flush()
+        os.fsync(self.file)
+        self.has_failed = False
+        _record.write(self.path, Record(now, modified, _record.identity(os.fstat(self.file))))
 
     def has(self, tensor: Tensor) -> bool:
         start = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
@@ -119,13 +118,13 @@ def open_tensor(path: str, key: str, writable: bool) -> Tensor:
             private, read_and_write = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
             return _tensor(mmap.mmap(file, 0, private, read_and_write), span)
         identity = _record.identity(os.fstat(file))
-        if identity in _mapped:
-            return _tensor(_mapped[identity], span)
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        record = _checked_record(file, path) or Record(0, _record.modified_ns(file, path), None)
-        if record.open_in is None:  # if it is another boot's, the file stays unclean until it is synced
-            _record.write(path, record._replace(open_in=identity))
-        return _tensor(_map(file, path), span)
+        if (memory := _mapped.get(identity)) is None:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            record = _checked_record(file, path) or Record(0, _record.modified_ns(file, path), None)
+            if record.open_in is None:  # if it is another boot's, the file stays unclean until it is synced
+                _record.write(path, record._replace(open_in=identity))
+            memory = _map(file, path)
+        return _tensor(memory, span)
     finally:
         os.close(file)
 
@@ -161,7 +160,7 @@ def _end(file: int, path: str, owner: int) -> None:
     """Note an orderly end if nothing was stored after the last sync. A forked process leaves that to its parent."""
     with contextlib.suppress(OSError, FileFormatError):
         record, found = _record.read(path), os.fstat(file)
-        is_open_here = os.getpid() == owner and record is not None and record.open_in == _record.identity(found)
-        if record is not None and is_open_here and _record.judge(record, found).clean:
+        is_ours = record is not None and record.open_in == _record.identity(found) and os.getpid() == owner
+        if record is not None and is_ours and _record.judge(record, found).clean:
             _record.write(path, record._replace(open_in=None))
     os.close(file)

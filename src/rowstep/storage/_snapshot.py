@@ -19,14 +19,19 @@ _CHUNK_BYTES = 16 << 20
 
 def copy(files: Sequence[MappedFile], folder: str, synced_at: int) -> None:
     """Copy files that were just synced."""
+    names = [os.path.basename(file.path) for file in files]
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"the files are called {', '.join(names)}; expected different names, to copy them to one folder"
+        )
     if os.path.lexists(folder):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
     partial = f"{folder}.rowstep-partial"
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed in here
     os.makedirs(partial)
     try:
-        for file in files:
-            _copy(file, os.path.join(partial, os.path.basename(file.path)), synced_at)
+        for file, name in zip(files, names, strict=True):
+            _copy(file, os.path.join(partial, name), synced_at)
         os.rename(partial, folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
