@@ -25,8 +25,10 @@ for line in sys.stdin:
 
 class Others:
     def __init__(self) -> None:
+        # Python 3.12 warns of forks where there are threads, and NumPy has some.
+        command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", SERVER]
         pipe = subprocess.PIPE
-        self._server = subprocess.Popen([sys.executable, "-c", SERVER], stdin=pipe, stdout=pipe, text=True)
+        self._server = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
 
     def close(self) -> None:
         self._server.communicate()
