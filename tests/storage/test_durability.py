@@ -73,7 +73,7 @@ def test_opening_tells_whether_the_last_sync_was_clean(path: Path) -> None:
     table[0] = 1
     del table
     for writable in (False, True):
-        with pytest.warns(UserWarning, match="written after that, so the last step may be there in part. Go on with"):
+        with pytest.warns(UserWarning, match="is not clean: it was written after its last sync, so the last step may"):
             table = storage.open(path, "weight", writable=writable)
     storage.sync(table)
     del table

@@ -151,7 +151,7 @@ def by_the_package(path: Path, key: str) -> torch.Tensor:
             "expected a dtype .* at least one element",
         ),
         ({"odd": ("U8", [1], [0, 1]), "weight": ("F32", [3], [1, 13]), "end": ("U8", [3], [13, 16])}, "multiple of an"),
-        ({"other": ("F32", [4], [0, 16])}, "has no tensor 'weight'; it has other"),
+        ({"other": ("F32", [4], [0, 16])}, r"has no tensor 'weight'; it has \['other'\]"),
     ],
 )
 def test_errors_say_what_is_wrong(tmp_path: Path, entries: dict[str, tuple[Any, ...]], message: str) -> None:

@@ -68,7 +68,7 @@ def find(file: int, path: str, key: str) -> Span:
             )
         reached = end
     if key not in spans:
-        raise FileFormatError(f"{path} has no tensor {key!r}; it has {', '.join(spans)[:200] or 'none'}")
+        raise FileFormatError(f"{path} has no tensor {key!r}; it has {str(list(spans))[:200]}")
     span = spans[key]
     if span.dtype is None or span.begin == span.end or span.begin % span.dtype.itemsize:
         raise FileFormatError(

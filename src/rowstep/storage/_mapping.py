@@ -135,7 +135,7 @@ def _checked_record(file: int, path: str) -> Record | None:
     if record is not None and record.synced_at is None:
         raise FileFormatError(f"{path} cannot be used: {status.reason}. Delete it, and create it again")
     if status.clean is False:
-        warn(f"{path} is not as its last sync left it: {status.reason}. Go on with it as it is, or with a snapshot")
+        warn(f"{path} is not clean: {status.reason}. Go on with it as it is, or with a snapshot")
     return record
 
 

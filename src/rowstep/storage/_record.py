@@ -53,11 +53,11 @@ def judge(record: Record | None, file: os.stat_result) -> Status:
     if record.synced_at is None:
         reason = "its creation has not finished"
     elif record.modified_ns is None:
-        reason = "its file system does not tell whether it was written after that"
+        reason = "its file system does not tell whether it was written after its last sync"
     elif record.open_in not in (None, identity(file)):
         reason = "it was open for writing when the machine stopped or it was copied, so parts may be newer than others"
     elif record.modified_ns != file.st_mtime_ns:
-        reason = "it was written after that, so the last step may be there in part"
+        reason = "it was written after its last sync, so the last step may be there in part"
     else:
         return Status(True, record.synced_at, "it is as its last sync left it")
     return Status(False, record.synced_at, reason)
