@@ -2,8 +2,8 @@
 
 Nobody sees a store into mapped memory except the kernel: a sync write-protects all pages of a file, so that the first
 store into one of them faults, and this sets the file's time of modification. A sync notes that time in a small file
-beside the table, ``<path>.rowstep.json``. While the table has the same time, it is as it was synced. That costs a step
-nothing, sees every kind of writer, and leaves the table an ordinary safetensors file.
+beside the table, ``<path>.rowstep.json``. While the table has the same time, it is as it was synced. Every mapped file
+has these faults, so a step pays nothing for it; it sees every kind of writer, and the table stays ordinary safetensors.
 
 - After SIGKILL the kernel still has the pages and the time: the answer is exact.
 - After a power loss, pages may have reached the disk without the new time. So the record also says, durably and before
