@@ -29,6 +29,7 @@ LAYERS = {
         ("_gradient", "_memory", "_rule", "_state", "_table", "_torch_internals", "_torch_version", "_waiting"),
         may_import=("plain",),
     ),
+    "storage": Layer(("storage",), may_import=("plain", "tensors"), without=("numba", "safetensors")),
     "backends": Layer(("_backends",), may_import=("plain", "kernels", "tensors")),
     "core": Layer(("*",), may_import=("plain", "tensors", "backends")),
     "deferred": Layer(("_deferred",), may_import=("plain", "tensors", "backends", "core")),

@@ -1,0 +1,166 @@
+"""Files mapped into memory: one mapping and one lock for each file that this process writes.
+
+A tensor keeps the buffer that it was made from, here a ``MappedFile``, and that keeps the mapping and the open file
+with its lock. All of them end with the last tensor on the file, or with the process, however that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import math
+import mmap
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .._warnings import warn
+from . import _header, _record
+from ._header import FileFormatError, Span
+from ._record import Record
+
+_ADVICE = {
+    errno.EACCES: "get permission for the file and its folder, or open it without writable=True",
+    errno.EAGAIN: "another process has it open for writing, and only one may. Open it without writable=True to read",
+    errno.EEXIST: "choose another path, or delete what is there",
+    errno.ENOSPC: "free disk space, or choose another disk",
+}
+_MAP_NORESERVE = 0x4000  # without it, a private mapping larger than memory is refused. Python 3.13 has a name for it
+
+
+class MappedFile(mmap.mmap):
+    """A whole file, mapped for writing."""
+
+    path: str
+    file: int
+    """Open, and locked."""
+    has_failed = False
+
+    def sync(self, now: int) -> None:
+        """Make every store so far durable, and note that."""
+        if self.has_failed:
+            raise OSError(errno.EIO, "an earlier sync failed, and what it did not write may be lost")
+        # First of all, so that what is stored while this runs counts as stored after the sync.
+        modified = _record.modified_ns(self.file, self.path)
+        self.has_failed = True  # the kernel reports a page that it could not write once, and then takes it for clean
+        self.flush()
+        os.fsync(self.file)
+        self.has_failed = False
+        _record.write(self.path, Record(now, modified, _record.identity(os.fstat(self.file))))
+
+    def has(self, tensor: Tensor) -> bool:
+        start = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
+        return start <= tensor.untyped_storage().data_ptr() < start + len(self)
+
+
+_mapped: weakref.WeakValueDictionary[str, MappedFile] = weakref.WeakValueDictionary()
+"""By their identity."""
+
+
+def files_of(tensors: Sequence[Tensor]) -> list[MappedFile]:
+    """The files that the tensors are in, or all that this process writes if there are no tensors."""
+    files = list(_mapped.values())
+    for tensor in tensors:
+        if not any(file.has(tensor) for file in files):
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor.shape)} is not in a file that this process writes; expected one of "
+                "storage.create or storage.open(..., writable=True), or a view or Parameter of it"
+            )
+    return [file for file in files if not tensors or any(file.has(tensor) for tensor in tensors)]
+
+
+@contextlib.contextmanager
+def explained(path: str) -> Iterator[None]:
+    """Add to an error of the system what to do about it. It keeps its number, and with it its class."""
+    try:
+        yield
+    except OSError as error:
+        advice = _ADVICE.get(error.errno or 0)
+        raise OSError(error.errno, f"{error.strerror}; {advice}" if advice else error.strerror, path) from error
+
+
+def create_tensor(path: str, header: bytes, span: Span, fill: Callable[[int], None] | None, reserve: bool) -> Tensor:
+    """On a new file, which is sparse unless space is reserved or ``fill`` writes to it."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _record.write(path, Record(None, None, None))  # for whoever finds it half filled
+        os.pwrite(file, header, 0)
+        os.ftruncate(file, span.end)
+        if reserve:
+            os.posix_fallocate(file, 0, span.end)
+        if fill is not None:
+            fill(file)
+        memory = _map(file, path)
+        memory.sync(time.time_ns())
+    except BaseException:
+        os.unlink(path)
+        _record.beside(path).unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(file)
+    return _tensor(memory, span)
+
+
+def open_tensor(path: str, key: str, writable: bool) -> Tensor:
+    # O_NONBLOCK: opening a pipe does not wait for its other end.
+    file = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NONBLOCK)
+    try:
+        span = _header.find(file, path, key)
+        if not writable:
+            _checked_record(file, path)
+            # Private, copied on write: a store into memory that can only be read would end the process.
+            private, read_and_write = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+            return _tensor(mmap.mmap(file, 0, private, read_and_write), span)
+        identity = _record.identity(os.fstat(file))
+        if (memory := _mapped.get(identity)) is None:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            record = _checked_record(file, path) or Record(0, _record.modified_ns(file, path), None)
+            if record.open_in is None:  # if it is another boot's, the file stays unclean until it is synced
+                _record.write(path, record._replace(open_in=identity))
+            memory = _map(file, path)
+        return _tensor(memory, span)
+    finally:
+        os.close(file)
+
+
+def _checked_record(file: int, path: str) -> Record | None:
+    record = _record.read(path)
+    status = _record.judge(record, os.fstat(file))
+    if record is not None and record.synced_at is None:
+        raise FileFormatError(f"{path} cannot be used: {status.reason}. Delete it, and create it again")
+    if status.clean is False:
+        warn(f"{path} is not clean: {status.reason}. Go on with it as it is, or with a snapshot")
+    return record
+
+
+def _tensor(memory: mmap.mmap, span: Span) -> Tensor:
+    # Read the pages that are touched and no others. 1,000 rows of a sparse file of 100 GB took 20 s without this, on a
+    # disk with 8 MB of read-ahead, and 14 ms with it. A pass over a cold file pays for it: 18 s a GB instead of 3.
+    memory.madvise(mmap.MADV_RANDOM)
+    assert span.dtype is not None
+    flat = torch.frombuffer(memory, dtype=span.dtype, count=math.prod(span.shape), offset=span.begin)
+    return flat.view(span.shape)
+
+
+def _map(file: int, path: str) -> MappedFile:
+    memory = MappedFile(file, 0)
+    memory.path, memory.file = path, os.dup(file)
+    weakref.finalize(memory, _end, memory.file, path, os.getpid())
+    _mapped[_record.identity(os.fstat(file))] = memory
+    return memory
+
+
+def _end(file: int, path: str, owner: int) -> None:
+    """Note an orderly end if nothing was stored after the last sync. A forked process leaves that to its parent."""
+    with contextlib.suppress(OSError, FileFormatError):
+        record, found = _record.read(path), os.fstat(file)
+        is_ours = record is not None and record.open_in == _record.identity(found) and os.getpid() == owner
+        if record is not None and is_ours and _record.judge(record, found).clean:
+            _record.write(path, record._replace(open_in=None))
+    os.close(file)
