@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks import pages
+from benchmarks import pages, report
 from benchmarks.contenders import DisagreementError
 from benchmarks.deferred import DeferredSuite
 from benchmarks.distributed import DistributedSuite
@@ -28,7 +28,6 @@ from benchmarks.quality.interactions import DataError
 from benchmarks.quality.lazy import LazySuite
 from benchmarks.sparse import SparseSuite
 from benchmarks.suite import Suite, table_of_bars
-from rowstep.cli import extras
 from rowstep.cli.extras import positive
 from tests.helpers.ranks import RankError
 
@@ -54,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     repeats = arguments.repeats or (kind.quick_repeats if arguments.quick else kind.usual_repeats)
     suite = kind(quick=arguments.quick, threads=threads, repeats=repeats, data=arguments.data)
     try:
-        return _run_parts(suite, arguments, extras.console())
+        return _run_parts(suite, arguments, report.console())
     finally:
         suite.close()
 

@@ -6,12 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from rich.console import Console
 from rich.table import Table
 
 from benchmarks.timing import Measurement, Timing
-from rowstep.cli import extras
 
 Ratios: TypeAlias = Mapping[str, tuple[str, str]]  # what is over each column, and the two whose ratio is in it
+
+
+def console() -> Console:
+    screen = Console()
+    # Without a terminal rich takes 80 columns for granted, and tables in log files would wrap.
+    return screen if screen.is_terminal else Console(width=150)
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,9 @@ class Grid:
         return "\n".join(f"| {' | '.join(cells)} |" for cells in (self.headings, rule, *self.lines))
 
     def table(self) -> Table:
-        table = extras.table(self.title, self.headings[: self.words], self.headings[self.words :], self.caption or None)
+        table = Table(*self.headings[: self.words], title=self.title, caption=self.caption or None)
+        for heading in self.headings[self.words :]:
+            table.add_column(heading, justify="right")
         for line in self.lines:
             table.add_row(*line, end_section=any("\n" in cell for cell in line))
         return table

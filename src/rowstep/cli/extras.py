@@ -1,38 +1,14 @@
-"""What the commands share. `console`, `table` and `positive` are for the benchmarks, too; only they need rich."""
+"""What the commands share."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 
 class CommandError(Exception):
     """The command cannot go on; the message is all that the user sees."""
-
-
-def console() -> Console:
-    from rich.console import Console
-
-    screen = Console()
-    # Without a terminal rich takes 80 columns for granted, and tables in log files would wrap.
-    return screen if screen.is_terminal else Console(width=150)
-
-
-def table(title: str, words: Sequence[str], numbers: Sequence[str], caption: str | None = None) -> Table:
-    """An empty table with columns of words and, on their right, columns of numbers."""
-    from rich.table import Table
-
-    made = Table(*words, title=title, caption=caption)
-    for heading in numbers:
-        made.add_column(heading, justify="right")
-    return made
 
 
 def positive(text: str) -> int:
