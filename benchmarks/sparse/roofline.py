@@ -82,7 +82,7 @@ def _move_part(
         while here < end and rows[here] == row:
             soon = here + AHEAD
             if soon < end:
-                prefetch(g + order[soon] * width, width)
+                prefetch(g + order[soon] * width, width)  # type: ignore[call-arg]
                 if rows[soon] != rows[soon - 1]:
                     for table in (p, m, v):
                         prefetch(table + rows[soon] * width, width)

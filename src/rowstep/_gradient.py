@@ -27,15 +27,19 @@ from ._torch_internals import has_no_memory, indices_of, values_of
 class RowGradient:
     """For each of ``count`` row numbers a row of values, in order of occurrence, over a table of ``lead`` rows."""
 
-    __slots__ = ("columns", "count", "indices", "lead", "row_count", "values")
+    __slots__ = ("columns", "count", "indices", "lead", "values")
 
-    def __init__(self, indices: Tensor, values: Tensor, lead: tuple[int, ...], row_count: int, columns: int) -> None:
-        self.indices, self.count = indices, indices.numel()
-        """int64, contiguous; numbers of rows flattened over ``lead``, not yet checked against ``row_count``."""
-        self.values = values
-        """floating, (count, columns)."""
-        self.lead, self.row_count, self.columns = lead, row_count, columns
+    def __init__(self, indices: Tensor, values: Tensor, lead: Sequence[int]) -> None:
+        self.indices, self.values = indices, values
+        """int64, contiguous; numbers of rows flattened over ``lead``, not yet checked against ``row_count``. And
+        floating, (count, columns)."""
+        self.count, self.columns = values.shape
+        self.lead = lead
         """The leading dimensions of the parameter that a row number runs over; empty where one row is the whole."""
+
+    @property
+    def row_count(self) -> int:
+        return math.prod(self.lead)
 
     def check_memory(self) -> None:
         """Raise if the gradient has less memory than it says."""
@@ -62,8 +66,8 @@ def row_gradient(grad: Tensor, shape: torch.Size) -> RowGradient:
     indices, values = indices_of(grad), values_of(grad)
     sparse_dim = indices.shape[0]
     # An embedding's is by far the most frequent: this way takes a few microseconds less.
-    if sparse_dim == 1 and values.dim() == 2 and indices.is_contiguous():
-        return RowGradient(indices, values, (shape[0],), *shape)
+    if sparse_dim == 1 and len(shape) == 2 and indices.is_contiguous():
+        return RowGradient(indices, values, (shape[0],))
     if sparse_dim == 1:
         rows = indices[0]
     elif sparse_dim == 0:
@@ -74,7 +78,7 @@ def row_gradient(grad: Tensor, shape: torch.Size) -> RowGradient:
 
 
 def _over(rows: Tensor, values: Tensor, lead: Sequence[int]) -> RowGradient:
-    return RowGradient(rows.contiguous(), values, tuple(lead), math.prod(lead), values.shape[1])
+    return RowGradient(rows.contiguous(), values, lead)
 
 
 def _flatten_indices(indices: Tensor, lead: Sequence[int]) -> Tensor:

@@ -13,27 +13,29 @@ Launches = dict[Any, Any]
 
 def add(job: Job, launches: Launches) -> None:
     """Add a job to the launch that it can be a part of."""
-    table, gradient = job.table, job.gradient
-    if gradient.is_empty:
+    table, gradient, step = job.table, job.gradient, job.step
+    count, columns = gradient.count, gradient.columns
+    if not count or not columns:
         return
     if table.pending is not None:
         job.note = table.pending.schedule.step + 1
-    kernels = table.kernels
+    kernels, values = table.kernels, gradient.values
     words = None if kernels is None else kernels.words_of(gradient, job.note)
     if words is None:
         gradient.check_memory()
         launches[job] = reference.Launch(job)
         return
-    step = job.step
-    key = table.dtypes, table.spec, gradient.values.dtype, step.as_dense
+    key = table.dtypes, table.spec, values.dtype, step.as_dense
     kernel = step.rule.kernels.get(key)
     if kernel is None:
         kernel = step.rule.kernels[key] = kernels.kernel_for(job)
+    place: Any = kernel
     launch = launches.get(kernel)
     if launch is not None and table.memory in launch.memory:  # two threads may not step them at the same time
-        kernel, launch = job, None
+        place, launch = job, None
     if launch is None:
-        launch = launches[kernel] = kernels.Launch(step.rule.kernels[key])
+        launch = launches[place] = kernels.launch_of(kernel)
     launch.memory.add(table.memory)
     launch.jobs.append(job)
-    launch.words += (words, table.words, step.words)
+    launch.params.append(table.param)
+    launch.add(count, columns, count * columns * values.itemsize, words, table.words, step.words)

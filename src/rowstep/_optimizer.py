@@ -13,11 +13,11 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
-from torch import Tensor
+from torch import Tensor, dtype
 from torch.optim.optimizer import ParamsT
 
 from . import _backends, _dense, _part
-from ._gradient import RowGradient, check_gradient
+from ._gradient import RowGradient, check_gradient, row_gradient
 from ._launches import Launches, add
 from ._options import (
     check_is_number,
@@ -31,7 +31,7 @@ from ._state import LARGEST_COUNT, State, StateSpec, misfit, row_moment_flaw, st
 from ._stateful import Group, StatefulOptimizer
 from ._table import Job, Table
 from ._torch_internals import optimizer_step
-from ._waiting import Waiting, take_over
+from ._waiting import Waiting, bring_all_up_to_date, keeper_of
 from ._warnings import warn
 
 # A parameter, the rule and the number of its group.
@@ -62,8 +62,8 @@ class RowOptimizer(StatefulOptimizer):
 
     def _begin(self) -> None:
         super()._begin()
-        self._rules: dict[int, tuple[Sequence[Any], Rule]] = {}
-        """By the id of a group: the options that it was made of, as the objects that they were, and its rule."""
+        self._rules: dict[int, tuple[tuple[Any, ...], Rule]] = {}
+        """By the id of a group: everything in it, as the objects that they were, and its rule."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with the same checks as the constructor. A refused group is not added.
@@ -105,8 +105,8 @@ class RowOptimizer(StatefulOptimizer):
         # Before the lock: two optimizers in two threads that take over from each other would wait for each other.
         for group in self.param_groups:
             for param in group["params"]:
-                if isinstance(param, Waiting):
-                    take_over(param, self)  # type: ignore[arg-type]
+                if isinstance(param, Waiting) and keeper_of(param) is not self:
+                    bring_all_up_to_date([param])
         for peers in self._peers:
             peers.before_step()
         with self._lock:
@@ -153,12 +153,14 @@ class RowOptimizer(StatefulOptimizer):
             for job in new:
                 if job.gradient is not None:
                     add(job, launches)
+            for launch in launches.values():
+                launch.first_flawed()  # tells the kernels of all jobs; each was checked by itself
         for launch in launches.values():
-            launch.reserve()
+            launch.get_ready()
         self._count(jobs)
         skipped = 0
         for launch in launches.values():
-            skipped += launch.run()
+            skipped += launch.step()
         self._after_launches(jobs, skipped)
         if dense:
             self._step_dense(dense)
@@ -166,12 +168,22 @@ class RowOptimizer(StatefulOptimizer):
 
     def _job_of(self, param: Tensor, rule: Rule) -> Job:
         """What this parameter has to do. Raise if it cannot."""
-        grad, state = check_gradient(param), self.state.get(param, _NO_STATE)
-        gradient, as_dense, in_a_table = self._as_rows(param, grad, state, rule)
-        spec = rule.spec if in_a_table else rule.dense_spec
-        step = state.get("step", 0)
+        grad: Any = param.grad
+        state, spec = self.state.get(param, _NO_STATE), rule.spec
+        table: Any = self._tables.get(id(param))
+        is_ready = table is not None and table.spec is spec and table.fits(state, rule)
+        gradient: RowGradient | None
+        if is_ready and table.takes(grad):
+            gradient, as_dense = row_gradient(grad, table.shape), self._defers
+        else:
+            gradient, as_dense, in_a_table = self._as_rows(param, check_gradient(param), state, rule)
+            if not in_a_table:
+                spec = rule.dense_spec
+                is_ready = table is not None and table.spec is spec and table.fits(state, rule)
+            if not is_ready:
+                table = self._prepared(param, state, spec)
+        step = state.get("step", 0) if table is None or table.pending is None else table.pending.step
         count = (step if type(step) is int and 0 <= step < LARGEST_COUNT else steps_taken(state)) + 1
-        table = self._ready_table(param, state, spec, rule, count)
         if gradient is not None:
             if self._defers and table is not None and table.pending is None:
                 table = None  # rows begin to wait
@@ -186,25 +198,29 @@ class RowOptimizer(StatefulOptimizer):
 
     def _rule_of(self, group: Group, at: int) -> Rule:
         """The rule of a group; raise if somebody has edited its options so that they cannot be honoured any more."""
-        try:
-            lr, values = group["lr"], self._options(group)
-        except KeyError as missing:
-            raise ValueError(f"{missing} is missing in group {at}; expected every option of the constructor") from None
-        known, rule = self._rules.get(id(group), (_NOTHING, None))
-        if rule is None or not all(map(operator.is_, values, known)):
-            self._check_group(group, f" in group {at}")
-            rule = Rule(group)
-            # What may change inside, a list or a Tensor, is looked at every time.
-            betas = group["betas"]
-            is_fixed = type(betas) is tuple and not any(isinstance(v, Tensor) for v in (*betas, *values))
-            self._rules[id(group)] = values if is_fixed else _NOTHING, rule
-        if type(lr) is not float:
-            self._check_rate(lr, f" in group {at}")
-        rule.lr, rule.steps = lr, {}
+        known, rule = self._rules.get(id(group), ((), None))
+        if rule is None or len(known) != len(group) or not all(map(operator.is_, known, group.values())):
+            rule = self._rule_anew(group, rule, f" in group {at}")
         return rule
 
-    def _check_rate(self, lr: Any, where: str) -> None:
-        """Raise if a step cannot be taken with this lr, which is no plain float."""
+    def _rule_anew(self, group: Group, rule: Rule | None, where: str) -> Rule:
+        """The rule of a group of which something is another object: the same rule, if that is only its lr."""
+        try:
+            lr, options = group["lr"], self._options(group)
+        except KeyError as missing:
+            raise ValueError(f"{missing} is missing{where}; expected every option of the constructor") from None
+        # What may change inside, a list or a Tensor, is looked at every time.
+        is_fixed = all(type(value) in _FIXED for value in (*options, *group["betas"]))
+        if rule is None or not is_fixed or rule.options != options:
+            self._check_group(group, where)
+            rule = Rule(group, options)
+        self._check_rate(lr, rule, where)
+        rule.set_rate(lr)
+        self._rules[id(group)] = tuple(group.values()) if is_fixed and type(lr) is float else (), rule
+        return rule
+
+    def _check_rate(self, lr: Any, rule: Rule, where: str) -> None:
+        """Raise if no step can be taken with this lr."""
         check_is_number(lr, where)
 
     def _as_rows(self, param: Tensor, grad: Tensor, state: State, rule: Rule) -> tuple[RowGradient | None, bool, bool]:
@@ -213,14 +229,11 @@ class RowOptimizer(StatefulOptimizer):
         """
         raise NotImplementedError
 
-    def _ready_table(self, param: Tensor, state: State, spec: StateSpec, rule: Rule, count: int) -> Table | None:
-        """The table of this parameter, prepared for its ``count``-th step; None if that takes other state.
+    def _prepared(self, param: Tensor, state: State, spec: StateSpec) -> Table | None:
+        """The table of this parameter, prepared anew; None if that takes other state.
 
         Raise if the state is not this parameter's.
         """
-        table = self._tables.get(id(param))
-        if table is not None and table.spec is spec and table.fits(state):
-            return table
         if reason := misfit(state, param) or row_moment_flaw(state, spec):
             raise ValueError(reason)
         if not spec.is_met_by(state):
@@ -290,8 +303,8 @@ class RowOptimizer(StatefulOptimizer):
         self._peers = _part.peers_of(self._all_params())
 
 
-_NOTHING: Sequence[Any] = (object(),)
-"""Options that no group has."""
+_FIXED = frozenset([bool, float, int, str, tuple, dtype, type(None)])
+"""Types of options that do not change in place."""
 
 _NO_STATE: State = {}
 

@@ -22,25 +22,32 @@ _WORDS = struct.Struct("=q7d")
 class Step:
     """What a step of a table takes besides tensors."""
 
-    __slots__ = ("as_dense", "count", "key", "rule", "scalars", "words")
+    __slots__ = ("_numbers", "as_dense", "count", "key", "rule", "words")
 
     def __init__(self, rule: Rule, count: int, as_dense: bool) -> None:
         self.rule, self.count = rule, count
         """How many steps the table has taken, with this one."""
         self.as_dense = as_dense
         """By torch.optim.Adam's rule instead of torch.optim.SparseAdam's; they differ in where eps goes."""
-        self.scalars = beta1, beta2, eps, step_size, shrink, decay = adam.scalars(
+        self._numbers = beta1, beta2, eps, step_size, shrink, decay = adam.scalars(
             rule.lr, rule.betas, rule.eps, count, rule.weight_decay, rule.is_decoupled, rule.spec.is_counted, as_dense
         )
         self.key = step_key(rule.seed, count) if rule.rounds else 0
         shrink, sign = 1.0 if shrink is None else shrink, -1.0 if rule.maximize else 1.0
         self.words = _WORDS.pack(self.key, beta1, beta2, eps, step_size, shrink, decay or 0.0, sign)
 
+    @property
+    def scalars(self) -> adam.Scalars:
+        """The numbers of the step, by name."""
+        return adam.Scalars(*self._numbers)
+
 
 class Rule:
     """The options of a group, read once."""
 
-    def __init__(self, group: Mapping[str, Any]) -> None:
+    def __init__(self, group: Mapping[str, Any], options: Any) -> None:
+        self.options = options
+        """All but the lr, which may be another at every step."""
         beta1, beta2 = group["betas"]
         # torch takes Tensors of one number too. And kernels are compiled for floats.
         self.betas, self.eps = (float(beta1), float(beta2)), float(group["eps"])
@@ -55,18 +62,21 @@ class Rule:
         self.rounds = self.spec.is_rounded or self.rounds_weights
         self.waiting_options = (self.betas, self.eps, self.amsgrad, self.spec, self.rounds_weights, self.seed)
         """What the path of a row that waits depends on, besides lr and weight decay."""
-        self.lr: Any = 0.0
         self.kernels: dict[Any, Any] = {}
-        self.steps: dict[tuple[int, bool], Step] = {}
-        """Those of the step under way. They end when another lr is set."""
+        self.lr: Any = None
+        self._last: Step | None = None
 
     def rounds_weights_of(self, dtype: Any) -> bool:
         """Whether weights of this dtype are rounded at random."""
         return self.rounds_weights and dtype.itemsize == 2
 
+    def set_rate(self, lr: Any) -> None:
+        """Take steps with this lr from now on."""
+        self.lr, self._last = lr, None
+
     def step(self, count: int, as_dense: bool) -> Step:
-        """The ``count``-th step of a table: the same object for all tables that take it."""
-        step = self.steps.get((count, as_dense))
-        if step is None:
-            step = self.steps[count, as_dense] = Step(self, count, as_dense)
+        """The ``count``-th step of a table: the same object for tables that take it one after the other."""
+        step = self._last
+        if step is None or step.count != count or step.as_dense is not as_dense:
+            step = self._last = Step(self, count, as_dense)
         return step

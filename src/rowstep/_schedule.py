@@ -25,7 +25,7 @@ import copy
 import math
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -37,9 +37,9 @@ COEFFICIENTS = 7
 
 # What a kernel is told of a timeline: 64-bit words, then scalars.
 LENGTH, CAPACITY, BETA1_POWERS_AT, BETA2_POWERS_AT = range(4)
-FROZEN_AT, RATE_AT, ROOT_AT, KEPT_AT, LOG_KEPT_ERROR_AT, LOG_KEPT_AT = range(4, 10)
-SCALARS = 10
-RATIO, GROWTH, EPS = range(3)
+FROZEN_AT, RATE_AT, ROOT_AT, KEPT_AT, LOG_KEPT_ERROR_AT, LOG_KEPT_AT, POWERS_AT = range(4, 11)
+SCALARS = 11
+RATIO, GROWTH, EPS, TOLERANCE, HAS_TINY_MEANS = range(5)
 
 # The terms beyond the window are smaller than this against the first.
 _NEGLIGIBLE = 1e-17
@@ -100,15 +100,15 @@ class _Timeline:
         self.told = self._told(self.log_kept)
 
     def _told(self, log_kept: Any) -> tuple[Any, ...]:
-        """What kernels are told, and what of it may be replaced meanwhile: to be held, as the timeline is."""
-        path, told = self._path, np.empty(SCALARS + 3, np.int64)
+        """Where kernels find what they are told, and what of it may be replaced meanwhile: to be held with it."""
+        path, told = self._path, np.empty(SCALARS + 5, np.int64)
         rings = (
             path.beta1_powers, path.beta2_powers, self.frozen, self.rate, self.root, self.kept, self.log_kept_error,
-            log_kept,
+            log_kept, path.powers,
         )  # fmt: skip
         told[:SCALARS] = path.window_length, path.capacity, *(array.ctypes.data for array in rings)
-        told[SCALARS:].view(np.float64)[:] = path.ratio, path.growth, path.eps
-        return told, log_kept
+        told[SCALARS:].view(np.float64)[:] = path.ratio, path.growth, path.eps, path.tolerance, path.has_tiny_means
+        return told.ctypes.data, told, log_kept
 
     def copy(self, newest: int) -> _Timeline:
         """A timeline of its own for the step after ``newest``."""
@@ -151,14 +151,29 @@ class _Timeline:
         vars(self).update(changed)
 
 
-class Window(NamedTuple):
-    """The newest steps, and the coefficients of every gap that they are in."""
+class Window:
+    """The newest steps, and the coefficients of every gap that they are in: one piece of memory, for kernels."""
 
-    sums: Any
-    """For every gap, beginning with 1: E0..E6, the sums of w (e/eps)^n."""
-    first: Any
-    """And the e/eps of its first step."""
-    table: Any
+    __slots__ = ("_length", "_memory", "at")
+
+    def __init__(self, length: int) -> None:
+        self._length, self._memory = length, np.empty(8 * length + (length + 1) * COEFFICIENTS)
+        self.at = self._memory.ctypes.data
+
+    @property
+    def sums(self) -> Any:
+        """For every gap, beginning with 1: E0..E6, the sums of w (e/eps)^n."""
+        return self._memory[: 7 * self._length].reshape(7, self._length)
+
+    @property
+    def first(self) -> Any:
+        """And the e/eps of its first step."""
+        return self._memory[7 * self._length : 8 * self._length]
+
+    @property
+    def table(self) -> Any:
+        """The coefficients of the gaps 0 to ``length``."""
+        return self._memory[8 * self._length :].reshape(self._length + 1, COEFFICIENTS)
 
 
 class Path:
@@ -186,8 +201,8 @@ class Path:
 
     def begin(self) -> Schedule:
         """The schedule before the first step."""
-        length = self.window_length
-        window = Window(np.zeros((7, length)), np.ones(length), np.zeros((length + 1, COEFFICIENTS)))
+        window = Window(self.window_length)
+        window.sums[:], window.first[:], window.table[:] = 0, 1, 0
         return Schedule(self, 0, window, _Timeline(self))
 
     def step_with(self, lr: Any, weight_decay: float, number: int) -> _Step:
@@ -202,25 +217,27 @@ class Path:
         # anew in every step takes a third longer: 124 µs, not 91.
         rate, root, kept = step
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            sums = self.powers * np.array([[rate * root**n] for n in range(7)])
-            sums[:, 1:] += window.sums[:, :-1] * kept
-            first = np.empty_like(window.first)
-            first[1:], first[0] = window.first[:-1], root * self.growth
-            return Window(sums, first, self._coefficients_of(sums, first))
+            after = Window(self.window_length)
+            after.sums[:] = self.powers * np.array([[rate * root**n] for n in range(7)])
+            after.sums[:, 1:] += window.sums[:, :-1] * kept
+            after.first[1:], after.first[0] = window.first[:-1], root * self.growth
+            after.table[0], after.table[1:] = 0, self._coefficients_of(after.sums, after.first)
+            return after
 
     def _coefficients_of(self, sums: Any, first: Any) -> Any:
         """The coefficients for every gap in the window, from what it holds."""
         total = sums[0]
         some = total > 0
         mean = np.divide(sums[1], total, out=np.ones_like(total), where=some)
-        # The sums in multiples of the mean; their n-th difference is Mn. One column after the other, as NumPy computes
-        # them fastest; turned around at the end.
+        # The sums in multiples of the mean, of which the first is the total: Mn by the binomial theorem.
+        _, _, second, third, fourth, fifth, sixth = sums * mean ** -np.arange(7.0)[:, None]
         columns = np.empty((COEFFICIENTS, self.window_length))
-        columns[0], columns[1:] = 1, 1 / mean
-        columns = sums * np.multiply.accumulate(columns)
-        for n in range(1, 7):
-            columns[n:] = columns[n:] - columns[n - 1 : -1]
-        sixth, columns[EBAR] = columns[6].copy(), self.eps * mean
+        columns[M0], columns[EBAR] = total, self.eps * mean
+        columns[M2] = second - total
+        columns[M3] = third - 3 * second + 2 * total
+        columns[M4] = fourth - 4 * third + 6 * second - 3 * total
+        columns[M5] = fifth - 5 * fourth + 10 * (third - second) + 4 * total
+        sixth = sixth - 6 * fifth + 15 * (fourth + second) - 20 * third - 5 * total
         # The series ends after M5. What is left out is at most theta^6 (M6/M0) max(1, ebar/e_1) of the sum; where
         # that is above the tolerance, i.e. for sqrt(v) below a bound, the terms have to be summed one by one.
         rest = np.divide(np.abs(sixth), total, out=np.zeros_like(total), where=some) * np.maximum(1, mean / first)
@@ -232,21 +249,19 @@ class Path:
         if not np.abs(columns).max() < LARGEST:
             lost = ~(np.abs(columns).max(axis=0) < LARGEST)
             columns[:, lost], columns[UNSAFE_UP_TO, lost] = 0, np.inf
-        table = np.zeros((self.window_length + 1, COEFFICIENTS))
-        table[1:] = columns.T
-        return table
+        return columns.T
 
 
 class Schedule:
     """A place on a timeline: what it takes to make up for any number of the steps up to there."""
 
-    __slots__ = ("__weakref__", "_next", "_window", "path", "step", "timeline", "window")
+    __slots__ = ("__weakref__", "_next", "_window", "path", "step", "timeline", "window_at")
 
     def __init__(self, path: Path, step: int, window: Window, timeline: _Timeline) -> None:
         self.path, self.step = path, step
         self._window, self.timeline = window, timeline
-        self.window = window.table
-        """The coefficients of the gaps 0 to ``window_length``."""
+        self.window_at = window.at + 8 * path.window_length * 8
+        """Where kernels find the coefficients of the gaps 0 to ``window_length``."""
         self._next: tuple[Any, Callable[[], Schedule | None]] = None, lambda: None
 
     def advanced(self, lr: Any, weight_decay: float, kernels: Any = None) -> Schedule:
@@ -276,7 +291,7 @@ class Schedule:
         path, gap = self.path, self.step - since
         young = gap <= path.window_length
         table = np.where(
-            young[:, None], self.window[np.where(young, gap, 0)], self.timeline.frozen[since % path.capacity]
+            young[:, None], self._window.table[np.where(young, gap, 0)], self.timeline.frozen[since % path.capacity]
         )
         now = self.timeline.log_kept[self.step % path.capacity]
         kept = np.exp(now - self.timeline.log_kept[since % path.capacity])

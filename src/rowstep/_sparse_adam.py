@@ -114,7 +114,7 @@ class SparseAdam(RowOptimizer):
 
     def _as_rows(self, param: Tensor, grad: Tensor, state: State, rule: Rule) -> tuple[RowGradient | None, bool, bool]:
         if grad.is_sparse:
-            gradient = row_gradient(grad, param.shape)
+            gradient = row_gradient(grad, grad.shape)
             if len(gradient.lead) != 1 and (rule.spec.is_counted or rule.spec.is_by_row):
                 raise ValueError(
                     f"the gradient has sparse_dim {len(gradient.lead)}; expected 1, because something is kept for each "

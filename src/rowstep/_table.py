@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ._gradient import RowGradient
-from ._rule import Step
+from ._rule import Rule, Step
 from ._state import FLOATS, State, StateSpec
 
 # As ``_kernels/job`` has them in the middle of a job.
@@ -64,14 +64,25 @@ class Table:
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in there]
         self.words = _WORDS.pack(rows, columns, (rows - 1).bit_length(), *addresses)
 
-    def fits(self, state: State) -> bool:
-        """Whether this is still the table with that state, and lies where it was found, in as much memory."""
+    def fits(self, state: State, rule: Rule) -> bool:
+        """Whether this is still the table with that state, and what waits in it may go on waiting under this rule."""
         if state is not self.state or "step" not in state:
             return False
         for name, slot in self.slots.items():
             if state.get(name) is not slot:
                 return False
-        return self.is_in_place()
+        return self.is_in_place() and (self.pending is None or self.pending.goes_on(rule))
+
+    def takes(self, grad: Tensor) -> bool:
+        """Whether a gradient is of the kind that most tables get: there is nothing that kernels do not check."""
+        return (
+            self.kernels is not None
+            and grad.is_sparse
+            and grad.is_cpu
+            and grad.shape == self.shape
+            and grad.dtype in OF_KERNELS
+            and grad.sparse_dim() == 1
+        )
 
     def is_in_place(self) -> bool:
         """Whether everything lies where it was found, in as much memory."""

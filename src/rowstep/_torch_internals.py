@@ -106,14 +106,15 @@ def optimizer_step(step: Callable[..., Any]) -> Any:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        was_enabled = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # bare: as a context manager it takes 3 µs
+        was_enabled = is_grad_enabled()
+        set_grad_enabled(False)  # bare: as a context manager it takes 3 µs
         try:
             _call_plainly(step, (), (self,), {})
         finally:
-            torch._C._set_grad_enabled(was_enabled)
+            set_grad_enabled(was_enabled)
         return loss
 
+    is_grad_enabled, set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
     uncompiled = never_compiled(functools.wraps(step)(without_autograd))
     if _profiler_enabled is None:
         return uncompiled  # torch wraps it when the first optimizer is made
@@ -122,7 +123,7 @@ def optimizer_step(step: Callable[..., Any]) -> Any:
     @functools.wraps(step)
     def shell(self: Any, closure: Callable[[], float] | None = None) -> Any:
         if (
-            _profiler_enabled() or torch.compiler.is_compiling()
+            _profiler_enabled() or torch.compiler.is_compiling()  # by this name dynamo knows it
             or _global_optimizer_pre_hooks or _global_optimizer_post_hooks
             or self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
         ):  # fmt: skip

@@ -21,7 +21,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -148,21 +148,15 @@ def release(tensors: Iterable[Tensor], keeper: weakref.ref[Keeper] | None) -> No
             vars(tensor).pop(_HOLD, None)
 
 
-def keeper_of(tensor: Tensor) -> Keeper | None:
+def keeper_of(tensor: Any) -> Any:
     """The optimizer under which rows of this tensor wait, if any do."""
-    hold = _hold_of(tensor) if isinstance(tensor, Waiting) else None
-    return None if hold is None else hold.keeper()
+    hold = vars(tensor).get(_HOLD)
+    return None if hold is None or hold.owner() is not tensor else hold.keeper()
 
 
 def plain_class(tensor: Tensor) -> type[Tensor]:
     """The class of a tensor, or what it will be again when nothing of it waits."""
     return type(tensor).plain if isinstance(tensor, Waiting) else type(tensor)
-
-
-def take_over(param: Tensor, keeper: object) -> None:
-    """Bring a table up to date whose rows wait under another optimizer than this."""
-    if isinstance(param, Waiting) and keeper_of(cast(Tensor, param)) is not keeper:
-        bring_all_up_to_date([param])
 
 
 def bring_all_up_to_date(things: Any) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from numba import types
 
 from rowstep._kernels import cache
 from rowstep.cli import _warm_up, main
@@ -100,7 +101,7 @@ def small_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         return x + 1
 
     def train(name: str, dtype: object) -> None:
-        assert cache.kernel(on_pool)(1) == 2
+        assert cache.kernel(types.int64)(on_pool).call(1) == 2
 
     monkeypatch.setattr(_warm_up, "train", train)
     monkeypatch.setattr(cache, "records", [])

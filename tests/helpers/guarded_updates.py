@@ -142,7 +142,7 @@ def places(name: str) -> Iterator[None]:
         pool.PARALLEL_FROM_BYTES = 0
         print(edge, threads, name, flush=True)
         _guard = Guard(edge)
-        kept_memory.workspace = compiled.workspace = compiled_arrays.workspace = kept_memory.Workspace()
+        kept_memory._free.clear()
         yield
         _guard.close()
 

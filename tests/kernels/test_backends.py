@@ -117,7 +117,7 @@ def test_threads_are_used_as_torch_is_told_to(threads: int, monkeypatch: pytest.
 
     monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
     parallel_runs: list[int] = []
-    monkeypatch.setattr(OverThreads, "_call", lambda self, parts, *arguments: parallel_runs.append(parts))
+    monkeypatch.setattr(OverThreads, "_run", lambda self, parts, told_at: parallel_runs.append(parts))
     torch.set_num_threads(threads)
     for rows in (10, 5000):  # waking threads for ten rows would cost more than it saves
         param = Parameter(torch.zeros(rows, 32))

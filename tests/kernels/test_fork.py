@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,11 +133,11 @@ def test_a_launch_may_happen_during_a_launch(monkeypatch: pytest.MonkeyPatch) ->
         launched.append("outer")
 
     def launch(work: Any) -> None:
-        kernel = pool.OverThreads(None)
-        kernel._address = 1
-        kernel(2, work)
+        kernel: Any = pool.OverThreads(SimpleNamespace(address=1), None)  # type: ignore[arg-type]
+        kernel._run(2, work)
 
-    monkeypatch.setattr(pool, "_on_pool", lambda pool, threads, parts, address, work: work())
+    on_pool = SimpleNamespace(call=lambda pool, threads, parts, address, work: work())
+    monkeypatch.setattr(pool, "_on_pool", on_pool)
 
     thread = threading.Thread(target=launch, args=(outer,), daemon=True)
     thread.start()

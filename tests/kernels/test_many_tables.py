@@ -110,12 +110,12 @@ def test_tables_over_the_same_memory_step_one_after_the_other(threads: int, monk
     params = [Parameter(memory[:400]), Parameter(memory[200:600]), Parameter(torch.ones(400, 8))]
     launched: list[list[Tensor]] = []
 
-    def run(self: compiled.Launch) -> int:
+    def step(self: compiled.Launch) -> int:
         launched.append([job.param for job in self.jobs])
-        return run_it(self)
+        return step_it(self)
 
-    run_it = compiled.Launch.run
-    monkeypatch.setattr(compiled.Launch, "run", run)
+    step_it = compiled.Launch.step
+    monkeypatch.setattr(compiled.Launch, "step", step)
     for param in params:
         param.grad = rows_of(param, torch.arange(400), 1.0)
     optimizer = SparseAdam(params, lr=0.1)

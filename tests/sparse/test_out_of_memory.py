@@ -112,7 +112,7 @@ def test_no_memory_for_what_kernels_work_with(name: str, monkeypatch: pytest.Mon
         raise MemoryError("Unable to allocate 1.0 TiB")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Workspace, "keys", refuse)
+        patch.setattr(Workspace, "reserve", refuse)
         with pytest.raises(MemoryError, match="Unable to allocate"):
             run.step()
     assert run.counts()[:2] == before[:2]  # those of the tables

@@ -8,7 +8,6 @@ job its gradient, a table its storages, a schedule's record what it points to.
 from __future__ import annotations
 
 import math
-import operator
 import struct
 from typing import Any
 
@@ -19,13 +18,12 @@ from torch import Tensor
 
 from .._gradient import RowGradient
 from .._kernels import catch_up as catching_up
-from .._kernels.ids import first_flawed
 from .._kernels.job import JOB_WORDS
 from .._kernels.pool import OverThreads
 from .._kernels.rows import Kind, over_rows
 from .._kernels.window import advance
-from .._kernels.workspace import launch, reserve, workspace
-from .._schedule import COEFFICIENTS, Path, Window
+from .._kernels.workspace import Workspace, borrow
+from .._schedule import Path, Window
 from .._state import StateSpec, compute_dtype
 from .._table import Job
 from .._torch_internals import note_writes
@@ -37,28 +35,23 @@ _NO_TYPE = types.float32  # of what a kernel does not touch
 
 _WORDS = struct.Struct("=6q")  # of a gradient, as ``_kernels/job`` has them
 _TABLE = struct.Struct(f"=3q{8 * (JOB_WORDS - 9)}x")  # a table of which nothing is kept
-_INT64 = np.dtype(np.int64)
-_PARAM = operator.attrgetter("param")
-_NO_JOBS = np.empty(0, _INT64)
+_CATCH_UP = struct.Struct(f"={catching_up.TOLD_WORDS}q")
 
 
 def words_of(gradient: RowGradient, note: int = 0) -> bytes | None:
-    """What kernels are told of a gradient; None if they cannot take it. Raise if it has less memory than it says."""
-    indices, values, count, columns = gradient.indices, gradient.values, gradient.count, gradient.columns
-    if not values.is_cpu or values.dtype not in _TYPES or len(gradient.lead) != 1 or values.is_neg():
+    """What kernels are told of a gradient; None if they cannot take it. Raise if its memory was freed."""
+    values, count = gradient.values, gradient.count
+    if values.dtype not in _TYPES or not values.is_cpu or len(gradient.lead) != 1 or values.is_neg():
         return None
     stride, width = values.stride()
     if width != 1:  # kernels read whole rows
         gradient.check_memory()
         values = gradient.values = values.contiguous()
-        stride = columns
-    size = values.itemsize
-    if (
-        values.untyped_storage().nbytes() < (values.storage_offset() + (count - 1) * stride + columns) * size
-        or indices.untyped_storage().nbytes() < (indices.storage_offset() + count) * 8
-    ):
+        stride = gradient.columns
+    rows_at, values_at = gradient.indices.data_ptr(), values.data_ptr()
+    if not (rows_at and values_at):
         gradient.check_memory()
-    return _WORDS.pack(indices.data_ptr(), count, values.data_ptr(), stride * size, (count - 1).bit_length(), note)
+    return _WORDS.pack(rows_at, count, values_at, stride * values.itemsize, (count - 1).bit_length(), note)
 
 
 def kernel_for(job: Job) -> OverThreads:
@@ -89,59 +82,63 @@ def _none_if_off(options: dict[str, bool]) -> dict[str, Any]:
     return {name: on or None for name, on in options.items()}
 
 
-class Launch:
-    """The jobs that one kernel makes in one call."""
+class Launch(Workspace):
+    """The jobs of a step that one kernel makes in one call."""
 
-    __slots__ = ("_kernel", "_room", "_told", "jobs", "memory", "words")
+    __slots__ = ("_kernel", "jobs", "memory", "params")
 
-    def __init__(self, kernel: OverThreads) -> None:
-        self._kernel, self._told = kernel, _NO_JOBS
+    def __init__(self) -> None:
+        super().__init__()
+        self._kernel: Any = None
         self.jobs: list[Job] = []
-        self.words: list[bytes] = []
+        self.params: list[Tensor] = []
         self.memory: set[int] = set()
+        """Where the storages of the tables begin."""
 
     def first_flawed(self) -> Job | None:
         """The first job that names a row outside its table, or one that waits."""
-        self._told = np.frombuffer(b"".join(self.words), _INT64)
-        number = first_flawed(self._told)
+        number = self.check()
         return None if number < 0 else self.jobs[number]
 
-    def reserve(self) -> None:
+    def get_ready(self) -> None:
         """Have all the memory that it takes to run."""
-        size = most_ids = columns = 0
-        for job in self.jobs:
-            gradient = job.gradient
-            size += gradient.count * gradient.columns * gradient.values.itemsize
-            most_ids, columns = max(most_ids, gradient.count), max(columns, gradient.columns)
-        if self._told.size < len(self.jobs) * JOB_WORDS:  # new tables, which were checked by themselves
-            self._told = _told(self.words)
-        self._room = reserve(self._kernel, self._told, size, torch.get_num_threads(), most_ids, columns)
+        self.reserve(self._kernel, torch.get_num_threads())
 
-    def run(self) -> int:
+    def step(self) -> int:
         """Step the rows; return how many were skipped."""
         # Autograd does not see the writes, and must know that what it saved for a backward pass is out of date.
-        note_writes(list(map(_PARAM, self.jobs)))
-        skipped = launch(self._kernel, self._told, self._room)
-        return int(skipped[0]) if skipped.size == 1 else int(skipped.sum())
+        note_writes(self.params)
+        skipped = self.run(self._kernel)
+        for each in (self.jobs, self.params, self.memory):
+            each.clear()
+        self.give_back()
+        return skipped
 
 
-def _told(words: list[bytes]) -> Any:
-    """Jobs for a kernel, in memory of their own: a signal's handler may step while they wait."""
-    return np.frombuffer(b"".join(words), _INT64)
+def launch_of(kernel: OverThreads) -> Launch:
+    """A launch without jobs, which nobody else has."""
+    launch = borrow(Launch)
+    launch._kernel = kernel
+    return launch
 
 
 def first_outside(gradient: RowGradient) -> int | None:
     """The first row number of a gradient that is not in its table."""
-    if first_flawed(_alone(gradient)) < 0:
+    workspace = _alone(gradient)
+    is_inside = workspace.check() < 0
+    workspace.give_back()
+    if is_inside:
         return None
     rows = gradient.rows
     return int(rows[(rows < 0) | (rows >= gradient.row_count)][0])
 
 
-def _alone(gradient: RowGradient) -> Any:
-    """A job without a table."""
-    rows = gradient.row_count
-    return _told([words_of(gradient) or b"", _TABLE.pack(rows, gradient.columns, (rows - 1).bit_length())])
+def _alone(gradient: RowGradient) -> Workspace:
+    """A workspace for a gradient without a table."""
+    workspace, rows, count, columns = borrow(Workspace), gradient.row_count, gradient.count, gradient.columns
+    table = _TABLE.pack(rows, columns, (rows - 1).bit_length())
+    workspace.add(count, columns, count * columns * gradient.values.itemsize, words_of(gradient) or b"", table)
+    return workspace
 
 
 def has_nonfinite(gradient: RowGradient) -> bool:
@@ -158,20 +155,23 @@ def norm(gradient: RowGradient, power: float) -> float:
 
 def _over_gradient(gradient: RowGradient, work: str, most_threads: int, power: float = 0.0) -> Any:
     """What each part of a gradient comes to."""
-    dtype, told = gradient.values.dtype, _alone(gradient)
-    count, columns, size = gradient.count, gradient.columns, gradient.count * gradient.columns * dtype.itemsize
+    dtype = gradient.values.dtype
     kind = Kind(_NO_TYPE, _NO_TYPE, _NO_TYPE, _TYPES[dtype], _TYPES[compute_dtype(dtype)], work, momentum=None)
-    kernel = over_rows(kind)
-    return launch(kernel, told, reserve(kernel, told, size, most_threads, count, columns), power)
+    kernel, workspace = over_rows(kind), _alone(gradient)
+    workspace.check()
+    workspace.reserve(kernel, most_threads, power)
+    workspace.run(kernel)
+    results = workspace.results.copy()
+    workspace.give_back()
+    return results
 
 
 def catch_up(pending: Any, rows: Tensor | range) -> bool:
     """Bring these rows of a table from the steps in their notes to the schedule's; False if one is not in the table."""
-    table = pending.table
+    table, kernel, columns = pending.table, pending.kernel, pending.columns
     schedule = pending.schedule  # a handler that steps puts another in its place
-    told, *_held = schedule.timeline.told
+    timeline_at, *_held = schedule.timeline.told
     ids_at, first, last = (0, rows.start, rows.stop) if isinstance(rows, range) else (rows.data_ptr(), 0, rows.numel())
-    columns, kernel = pending.columns, pending.kernel
     if kernel is None:
         options = _options_of(table.spec, pending.rounds_weights)
         stored, number = [_TYPES[dtype] for dtype in table.dtypes], _TYPES[compute_dtype(*table.dtypes)]
@@ -180,27 +180,27 @@ def catch_up(pending: Any, rows: Tensor | range) -> bool:
         kernel = pending.kernel = catching_up.catching_up(kind)
     size = (last - first) * columns * table.dtypes[0].itemsize
     threads, pace = kernel.threads_for(size, torch.get_num_threads())
-    arguments = (
-        threads, ids_at, first, last, pending.told, schedule.step, schedule.window, told,
-        pending.key if pending.rounds else 0,
-        workspace.totals(2 * threads, columns, kernel.number),
-    )  # fmt: skip
-    if pace is None:
-        return bool(kernel.part_kernel(0, *arguments))
-    if ids_at and catching_up.is_outside(ids_at, last, table.row_count):
+    if threads > 1 and ids_at and catching_up.is_outside.call(ids_at, last, table.row_count):
         return False
-    kernel(threads, *arguments, pace=pace)
-    return True
+    workspace = borrow(Workspace)
+    scratch_at, stride = workspace.rows(2 * threads, columns * kernel.number.bitwidth // 8)
+    told = _CATCH_UP.pack(
+        threads, ids_at, first, last, schedule.step, schedule.window_at, timeline_at,
+        pending.key if pending.rounds else 0, scratch_at, stride,
+    )  # fmt: skip
+    told_at = workspace.tell(told + table.words)
+    is_inside = True
+    if threads > 1:
+        kernel.run(threads, told_at, pace)
+    else:
+        is_inside = bool(kernel.kernel.call(0, told_at))
+    workspace.give_back()
+    return is_inside
 
 
 def window_after(path: Path, window: Window, step: tuple[float, float, float], timeline: Any, number: int) -> Window:
     """The window after the ``number``-th step, which is written to the timeline unless it is there."""
-    length = path.window_length
-    after = Window(np.empty((7, length)), np.empty(length), np.empty((length + 1, COEFFICIENTS)))
-    rate, root, kept = step
-    told, *_held = timeline.told
-    advance(
-        window[0], window[1], *after, path.powers, told, number if number > timeline.newest else 0,
-        rate, root, kept, path.tolerance, path.has_tiny_means,
-    )  # fmt: skip
+    after = Window(path.window_length)
+    timeline_at, *_held = timeline.told
+    advance.call(window.at, after.at, timeline_at, number if number > timeline.newest else 0, *step)
     return after

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from .._backends import kernels, reference
 from .._rule import Rule
 from .._rules.rounding import step_key
 from .._schedule import Path, Schedule
-from .._state import MOMENTS, State, compute_dtype, count_tensor, counting, misfit
+from .._state import MOMENTS, State, compute_dtype, count_tensor, counting, misfit, steps_taken
 from .._table import Table
 from .._torch_internals import is_faked, plainly, without_modes, writes_to
 from .._waiting import Keeper, Waiting, keeper_of, release, watch
@@ -75,6 +74,9 @@ class Deferral:
         self._writes = -1
         """The table's version counter after the last legitimate write; -1 if it is not tracked."""
         self._counts_writes = False
+        self._count: Any = None
+        self._count_writes = -1
+        """The Tensor in which this table's steps were last counted, and its version counter then."""
         self._attach_to(table)
 
     def _attach_to(self, table: Table) -> None:
@@ -83,7 +85,6 @@ class Deferral:
         self.kernel: Any = None
         """The kernel that brings rows up to date, once one has been needed."""
         table.tell_kernels(self.notes)
-        self.told = np.frombuffer(bytearray(table.words), np.int64)
         table.pending = self
 
     @property
@@ -96,10 +97,15 @@ class Deferral:
         """The key of random rounding when rows catch up with the schedule."""
         return step_key(self._seed, self.step)
 
-    def goes_on(self, rule: Rule, taken: int) -> bool:
-        """Whether rows may go on waiting under this rule, in a table that has taken so many steps."""
-        is_same = self.options is rule.waiting_options or self.options == rule.waiting_options
-        return is_same and taken == self.step and self.schedule.step < _LAST_STEP  # or notes run out of numbers
+    def goes_on(self, rule: Rule) -> bool:
+        """Whether rows may go on waiting under this rule, and nobody else has counted the table's steps."""
+        if not (self.options is rule.waiting_options or self.options == rule.waiting_options):
+            return False
+        state, count = self.table.state, self._count
+        is_ours = state["step"] is count and writes_to(count) == self._count_writes
+        if not is_ours and steps_taken(state) != self.step:
+            return False
+        return self.schedule.step < _LAST_STEP  # or notes run out of numbers
 
     def stale(self, rows: Tensor) -> int:
         """How many of these row numbers name a row that is not up to date."""
@@ -167,6 +173,8 @@ class Deferral:
         self.watch()
         # To Python this is one call, and signals are handled between those.
         list(map(_CALL, (functools.partial(write, *arguments), functools.partial(setattr, self, "schedule", schedule))))
+        self._count = self.table.state["step"]
+        self._count_writes = writes_to(self._count)
         self.watch()  # a signal's handler may have flushed in the meantime
 
     def sweep(self) -> None:

@@ -270,17 +270,9 @@ class DeferredAdam(RowOptimizer):
 
     # Stepping
 
-    def _rule_of(self, group: dict[str, Any], at: int) -> Rule:
-        rule = super()._rule_of(group, at)
-        lr = rule.lr
-        if type(lr) is float and not 0 <= lr < math.inf:
-            self._check_rate(lr, f" in group {at}")
-        if rule.weight_decay:
-            _check_decay(lr, rule.weight_decay, f" in group {at}")
-        return rule
-
-    def _check_rate(self, lr: Any, where: str) -> None:
+    def _check_rate(self, lr: Any, rule: Rule, where: str) -> None:
         check_learning_rate(lr, zero_allowed=True, where=where)
+        _check_decay(lr, rule.weight_decay, where)
 
     def _as_rows(self, param: Tensor, grad: Tensor, state: State, rule: Rule) -> tuple[RowGradient | None, bool, bool]:
         dtype = getattr(state.get("exp_avg"), "dtype", grad.dtype)
@@ -294,13 +286,9 @@ class DeferredAdam(RowOptimizer):
         self._end_waiting(param, state)
         return None, True, False
 
-    def _ready_table(self, param: Tensor, state: State, spec: StateSpec, rule: Rule, count: int) -> Table | None:
-        table = self._tables.get(id(param))
-        if table is not None and table.pending is not None:
-            if table.spec is spec and table.fits(state) and table.pending.goes_on(rule, count - 1):
-                return table
-            self._end_waiting(param, state)
-        return super()._ready_table(param, state, spec, rule, count)
+    def _prepared(self, param: Tensor, state: State, spec: StateSpec) -> Table | None:
+        self._end_waiting(param, state)
+        return super()._prepared(param, state, spec)
 
     def _end_waiting(self, param: Tensor, state: State) -> None:
         """Bring a table up to date which the next step cannot leave waiting; raise if that step is going to fail."""

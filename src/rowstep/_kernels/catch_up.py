@@ -41,9 +41,13 @@ from .._schedule import (
 from .cache import kernel
 from .floats import narrow, store, widen
 from .job import COLUMNS, M_AT, NOTES_AT, P_AT, TABLE_FROM, U_AT, V_AT
-from .pointers import address_of, pointer, prefetch
+from .pointers import pointer, prefetch
 from .pool import OverThreads
-from .rounding import first_bits, second_bits, state_key, weights_key
+from .rounding import bits_of
+
+# What the kernel is told, in front of the table's words of a job.
+PARTS, IDS_AT, FIRST, LAST, STEP, WINDOW_AT, TIMELINE_AT, KEY, SCRATCH_AT, SCRATCH_STRIDE = range(10)
+TOLD_WORDS = 10
 
 _ROWS_AHEAD = 8
 _NOTES_AHEAD = 32
@@ -77,14 +81,26 @@ def catching_up(kind: Kind) -> OverThreads:
     momentum, by_row, amsgrad, rounds_state, rounds_weights = kind[4:]
     is_by_row, has_momentum, has_maximum = by_row is not None, momentum is not None, amsgrad is not None
     p_size, m_size, v_size, n_size = (each.bitwidth // 8 for each in kind[:4])
+    state_key, _, state_bits, second_bits = bits_of(rounds_state)
+    _, weights_key, weights_bits, _ = bits_of(rounds_weights)
     # The smallest number that has all its digits, and the smallest of all.
     normal, tiny = (2.0**-126, 2.0**-149) if n_size == 4 else (2.0**-1022, 2.0**-1074)
 
-    def catch_up_part(part, parts, ids_at, first, last, table, step, window, timeline, key, scratch):
+    def catch_up_part(part, told_at):
         """Bring rows first..last-1 up to date or, where there are ids, the rows that ids first..last-1 name.
 
-        ``table`` holds the table's words of a job. If an id is outside of it, nothing is done, and 0 is returned.
+        If an id is outside of the table, nothing is done, and 0 is returned.
         """
+        told, table = pointer(told_at, types.int64), pointer(told_at + TOLD_WORDS * 8, types.int64)
+        parts, ids_at, first, last, step, key = (
+            told[PARTS],
+            told[IDS_AT],
+            told[FIRST],
+            told[LAST],
+            told[STEP],
+            told[KEY],
+        )
+        timeline_at, window_at = told[TIMELINE_AT], told[WINDOW_AT]
         notes_at, p_at, m_at, v_at, u_at = (
             table[NOTES_AT - TABLE_FROM],
             table[P_AT - TABLE_FROM],
@@ -93,7 +109,6 @@ def catching_up(kind: Kind) -> OverThreads:
             table[U_AT - TABLE_FROM],
         )
         columns = table[COLUMNS - TABLE_FROM]
-        timeline_at, window_at = address_of(timeline), address_of(window)
         words = pointer(timeline_at, types.int64)
         scalars = pointer(timeline_at + SCALARS * 8, types.float64)
         length, capacity = words[LENGTH], words[CAPACITY]
@@ -102,8 +117,8 @@ def catching_up(kind: Kind) -> OverThreads:
         beta1_powers = pointer(words[BETA1_POWERS_AT], types.float64)
         beta2_powers = pointer(words[BETA2_POWERS_AT], types.float64)
         notes, ids = pointer(notes_at, types.int32), pointer(ids_at, types.int64)
-        scratch_at = address_of(scratch) + 2 * part * scratch.shape[1] * n_size
-        sums, roots = pointer(scratch_at, N), pointer(scratch_at + scratch.shape[1] * n_size, N)
+        scratch_at = told[SCRATCH_AT] + 2 * part * told[SCRATCH_STRIDE]
+        sums, roots = pointer(scratch_at, N), pointer(scratch_at + told[SCRATCH_STRIDE], N)
         p_bytes, m_bytes, v_bytes = columns * p_size, columns * m_size, (1 if is_by_row else columns) * v_size
         dust, zero, one = N(min(normal, scalars[EPS] * DUST_OF_EPS)), N(0), N(1)
         now = log_kept[step % capacity]
@@ -144,7 +159,7 @@ def catching_up(kind: Kind) -> OverThreads:
                 aged = math.exp(now - log_kept[(start + length) % capacity])
             p, m = pointer(p_at + row * p_bytes, P), pointer(m_at + row * m_bytes, M)
             v, u = pointer(v_at + row * v_bytes, V), pointer(u_at + row * v_bytes, V)
-            m_key, p_key = state_key(row, key, rounds_state), weights_key(row, key, rounds_weights)
+            m_key, p_key = state_key(row, key), weights_key(row, key)
             # A power of a beta as two factors that N can hold; nearly always the second is 1. 1e-46 is 0 in float32,
             # but 1e24 times 1e-46 is not. And no factor is 0: an infinite moment stays infinite, as it does step by
             # step.
@@ -159,7 +174,7 @@ def catching_up(kind: Kind) -> OverThreads:
             if is_by_row and not has_momentum:  # there is but weight decay to do
                 if kept != 1:
                     for c in range(columns):
-                        store(p, c, kept_n * widen(p[c], N), P, first_bits(p_key, c))
+                        store(p, c, kept_n * widen(p[c], N), P, weights_bits(p_key, c))
             elif is_by_row:
                 # One factor multiplies the momentum of the whole row, as a product of two: the first is what it is
                 # divided by, so that nothing overflows that is multiplied by it first.
@@ -182,9 +197,9 @@ def catching_up(kind: Kind) -> OverThreads:
                 move_n, scale_n = N(move), N(scale)
                 for c in range(columns):
                     m_c = widen(m[c], N)
-                    store(p, c, kept_n * widen(p[c], N) - m_c * move_n * scale_n, P, first_bits(p_key, c))
+                    store(p, c, kept_n * widen(p[c], N) - m_c * move_n * scale_n, P, weights_bits(p_key, c))
                     m_c = m_c * beta1_power * beta1_rest
-                    store(m, c, zero if abs(m_c) < dust else m_c, M, first_bits(m_key, c))
+                    store(m, c, zero if abs(m_c) < dust else m_c, M, state_bits(m_key, c))
             else:
                 # Whether the series is good enough for every number of this row that still moves. Under amsgrad the
                 # largest second moment divides, and it does not decay.
@@ -205,8 +220,8 @@ def catching_up(kind: Kind) -> OverThreads:
                         inverse = one / (math.sqrt(divisor) + mean_n)
                         theta_n = mean_n * inverse
                         total = m0 + theta_n * theta_n * (m2 - theta_n * (m3 - theta_n * (m4 - theta_n * m5)))
-                        bits = first_bits(m_key, c)
-                        store(p, c, kept_n * widen(p[c], N) - m_c * inverse * total, P, first_bits(p_key, c))
+                        bits = state_bits(m_key, c)
+                        store(p, c, kept_n * widen(p[c], N) - m_c * inverse * total, P, weights_bits(p_key, c))
                         m_c = m_c * beta1_power
                         store(m, c, zero if abs(m_c) < dust else m_c, M, bits)
                         store(v, c, v_c * beta2_power, V, second_bits(bits))
@@ -222,8 +237,8 @@ def catching_up(kind: Kind) -> OverThreads:
                         for c in range(columns):
                             sums[c] += weight_n * (widen(m[c], N) / (roots[c] + e_n))
                     for c in range(columns):
-                        bits = first_bits(m_key, c)
-                        store(p, c, kept_n * widen(p[c], N) - sums[c], P, first_bits(p_key, c))
+                        bits = state_bits(m_key, c)
+                        store(p, c, kept_n * widen(p[c], N) - sums[c], P, weights_bits(p_key, c))
                         m_c = widen(m[c], N) * beta1_power
                         store(m, c, zero if abs(m_c) < dust else m_c, M, bits)
                         store(v, c, widen(v[c], N) * beta2_power, V, second_bits(bits))
@@ -237,10 +252,10 @@ def catching_up(kind: Kind) -> OverThreads:
         return 1
 
     catch_up_part.__name__ = catch_up_part.__qualname__ = kind.name
-    return OverThreads(kernel(catch_up_part), str(N))
+    return OverThreads(kernel(types.int64, types.int64)(catch_up_part), N)
 
 
-@kernel
+@kernel(*[types.int64] * 3)
 def is_outside(ids_at, count, row_count):
     """Whether one of the ids is not in the table."""
     ids, outside = pointer(ids_at, types.int64), False

@@ -20,9 +20,11 @@ def over_elements(p_type: Any, g_type: Any, decay: Any) -> OverThreads:
     """The kernel for arrays of these types; ``decay`` is None where the rule has no such term."""
     has_decay = decay is not None
 
-    def over_elements_part(part, parts, p_at, m_at, v_at, g_at, count, scalars_at):
+    def over_elements_part(part, told_at):
+        told, scalars = pointer(told_at, types.int64), pointer(told_at + 6 * 8, types.float64)
+        parts, p_at, m_at, v_at, g_at, count = told[0], told[1], told[2], told[3], told[4], told[5]
         p, m, v = pointer(p_at, p_type), pointer(m_at, p_type), pointer(v_at, p_type)
-        g, scalars = pointer(g_at, g_type), pointer(scalars_at, types.float64)
+        g = pointer(g_at, g_type)
         decay_by = scalars[5] if has_decay else None
         number = types.float64
         for i in range(count * part // parts, count * (part + 1) // parts):
@@ -37,4 +39,4 @@ def over_elements(p_type: Any, g_type: Any, decay: Any) -> OverThreads:
     over_elements_part.__name__ = over_elements_part.__qualname__ = "-".join(
         ["elements", str(p_type), str(g_type), *(["decay"] if has_decay else [])]
     )
-    return OverThreads(kernel(over_elements_part))
+    return OverThreads(kernel(types.int64, types.int64)(over_elements_part), types.float64)

@@ -1,12 +1,11 @@
 """Everything of Numba's that Numba does not promise to keep. No other file of this package imports it.
 
 what                                        for what                        if it changes
-``make_array``                              the address of an array         kernels do not compile: tests fail at once
-``cgutils``, ``get_arg_packer``, how a      calling a kernel from a task    the same
-compiled function takes its arguments       of the thread pool
+``cgutils``, how a compiled function takes  calling a kernel from another   kernels do not compile: tests fail at once
+its arguments, where its code is            one or from a thread
 ``_launch_threads``, the symbol             threads without ``prange``      ``pool_address`` is 0, and one thread does
 ``numba_parallel_for``                                                      all of the work
-``Dispatcher.compile``, called by others    no Ctrl-C while it compiles     Ctrl-C there may crash the process
+``Dispatcher.compile``                      calls without a look at types   the same
 ``Dispatcher._cache``, ``CompileResult``'s  kernels on disk                 each process compiles its kernels
 ``_reduce`` and ``_rebuild``, ``magic_tuple``,
 ``serialize.dumps``, ``user_cache_dir``
@@ -25,7 +24,6 @@ from typing import Any
 
 import llvmlite.binding as llvm
 from llvmlite import ir
-from numba import typeof
 from numba.core import cgutils
 from numba.misc.appdirs import user_cache_dir as user_cache_dir
 from numba.np.ufunc import parallel
@@ -45,12 +43,7 @@ _DECLARED = (
 )
 
 
-# Arrays
-
-
-def address_of(context: Any, builder: Any, array_type: Any, array: Any) -> Any:
-    """Where an array's numbers begin."""
-    return builder.ptrtoint(context.make_array(array_type)(context, builder, array).data, INT64)
+# Memory
 
 
 def on_the_stack(builder: Any, count: int) -> Any:
@@ -91,12 +84,10 @@ def _is_as_declared() -> bool:
     return all(declaration in source for declaration in _DECLARED)
 
 
-def call_on_pool(
-    context: Any, builder: Any, types: Any, pool: Any, threads: Any, parts: Any, address: Any, arguments: Any
-) -> None:
-    """Emit a call of the kernel at an address, which takes these types, for every part, on as many threads."""
-    memory = cgutils.alloca_once_value(builder, cgutils.make_anonymous_struct(builder, [address, arguments]))
-    task = _task(context, builder.module, types, memory.type)
+def call_on_pool(builder: Any, pool: Any, threads: Any, parts: Any, kernel: Any, told: Any) -> None:
+    """Emit a call of the kernel at an address for every part, on as many threads, with a number that all are told."""
+    memory = cgutils.alloca_once_value(builder, cgutils.make_anonymous_struct(builder, [kernel, told]))
+    task = _task(builder.module, memory.type)
     # The pool adds, for its i-th share, as many steps to each argument. The one argument begins at 0 and steps by 1: as
     # a number, it says at which part a share begins.
     vector = cgutils.alloca_once_value(builder, ir.Constant(BYTES, None))
@@ -106,31 +97,34 @@ def call_on_pool(
     builder.call(builder.inttoptr(pool, _POOL.as_pointer()), [*in_bytes, INT64(0), INT64(1), threads])
 
 
-def _task(context: Any, module: Any, types: Any, memory_type: Any) -> Any:
-    """A function for the pool that calls a kernel, which lies in front of its arguments, for a share of the parts."""
+def _task(module: Any, memory_type: Any) -> Any:
+    """A function for the pool that calls a kernel, which lies in front of what it is told, for a share of the parts."""
     task = ir.Function(module, _TASK, module.get_unique_name("rowstep_task"))
     task.linkage = "internal"
     builder = ir.IRBuilder(task.append_basic_block())
     vector, dimensions, _, data = task.args
     first = builder.ptrtoint(builder.load(vector), INT64)
-    address, arguments = cgutils.unpack_tuple(builder, builder.load(builder.bitcast(data, memory_type)))
-    result, error = cgutils.alloca_once(builder, INT64), cgutils.alloca_once(builder, BYTES)
-    packer = context.get_arg_packer(types)
+    kernel, told = cgutils.unpack_tuple(builder, builder.load(builder.bitcast(data, memory_type)))
     with cgutils.for_range(builder, builder.load(dimensions)) as share:
-        part = builder.add(first, share.index)
-        flat = packer.as_arguments(builder, [part, *cgutils.unpack_tuple(builder, arguments)])
-        passed = [result, error, *flat]
-        shape = ir.FunctionType(ir.IntType(32), [value.type for value in passed])
-        builder.call(builder.inttoptr(address, shape.as_pointer()), passed)
+        call_code(builder, kernel, [builder.add(first, share.index), told])
     builder.ret_void()
     return task
 
 
-def compiled_address(kernel: Any, arguments: Any) -> int:
-    """Where a kernel begins that was compiled for such arguments."""
-    types = tuple(map(typeof, arguments))
-    kernel.compile(types)
-    compiled = kernel.overloads[types]
+# Code
+
+
+def call_code(builder: Any, address: Any, integers: Any) -> Any:
+    """Emit a call of what was compiled at this address, which takes 64-bit integers and returns one."""
+    result, error = cgutils.alloca_once(builder, INT64), cgutils.alloca_once(builder, BYTES)
+    passed = [result, error, *integers]
+    shape = ir.FunctionType(ir.IntType(32), [value.type for value in passed])
+    builder.call(builder.inttoptr(address, shape.as_pointer()), passed)
+    return builder.load(result)
+
+
+def address_of_code(compiled: Any) -> int:
+    """Where a compiled kernel begins."""
     return int(compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name))
 
 
@@ -140,17 +134,6 @@ def compiled_address(kernel: Any, arguments: Any) -> int:
 def set_cache(dispatcher: Any, cache: Any) -> None:
     """Let a dispatcher ask this cache before it compiles: ``load_overload``, ``save_overload``, ``flush``."""
     dispatcher._cache = cache
-
-
-def compile_within(dispatcher: Any, context: Any) -> None:
-    """Let a dispatcher compile only within this context."""
-    compile_it = dispatcher.compile
-
-    def compile_within_context(signature: Any) -> Any:
-        with context():
-            return compile_it(signature)
-
-    dispatcher.compile = compile_within_context
 
 
 def processor(codegen: Any) -> Any:

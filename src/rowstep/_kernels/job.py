@@ -1,9 +1,14 @@
-"""What a kernel is told: the words of a job, and of a piece of one.
+"""What a kernel is told: the words of a launch, of its jobs, and of the pieces that threads share them in.
 
 A launch takes *jobs*, records of ``JOB_WORDS`` 64-bit words that say where a gradient, its table and its state are.
 Threads share a launch by rows (``share``): a *piece* is a range of a job's rows. No row is in two pieces, so the result
 has the same bits for any number of threads.
 """
+
+# Where the jobs are, the pieces (0 if one thread makes them all), and for each part of the work room for keys, for a
+# row to sum in, and for its result; where ``ids.group`` begins; and the order of a norm.
+JOBS_AT, JOB_COUNT, PIECES_AT, KEYS_AT, SPARE_AT, TOTALS_AT, TOTALS_STRIDE, RESULTS_AT, GROUP_AT, POWER = range(10)
+LAUNCH_WORDS = 10
 
 # Of the gradient: where it is, and the note that its rows get. Of the table: what it is like, and where it and its
 # state are. Of the step: the key of random rounding, and scalars; what a rule does not have is 1 or 0 there.

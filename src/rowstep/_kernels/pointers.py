@@ -7,14 +7,14 @@ separately for every type it is called with, and compiling is what a first step 
 from __future__ import annotations
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
-from . import INLINE, internals
+from . import internals
 
 CACHE_LINE = 64
 
-_I8, _I32 = ir.IntType(8), ir.IntType(32)
+_I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 
 
 @intrinsic
@@ -26,16 +26,6 @@ def pointer(typing_context, address, kind):
         return builder.inttoptr(arguments[0], context.get_value_type(result))
 
     return result(types.int64, kind), codegen
-
-
-@intrinsic
-def address_of(typing_context, array):
-    """Where an array's numbers begin."""
-
-    def codegen(context, builder, signature, arguments):
-        return internals.address_of(context, builder, array, arguments[0])
-
-    return types.int64(array), codegen
 
 
 @intrinsic
@@ -67,19 +57,38 @@ def room(typing_context, count):
 
 
 @intrinsic
-def _prefetch_line(typing_context, address):
+def prefetch(typing_context, address, byte_count):
+    """Ask for a row's cache lines; beyond eight the hardware's own prefetcher has caught on."""
+
     def codegen(context, builder, signature, arguments):
-        pointer = _I8.as_pointer()
-        shape = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+        first, wanted = arguments
+        byte = _I8.as_pointer()
+        most = _I64(8 * CACHE_LINE)
+        end = builder.add(first, builder.select(builder.icmp_signed("<", wanted, most), wanted, most))
+        before = builder.basic_block
+        loop, after = builder.append_basic_block("ask"), builder.append_basic_block("asked")
+        builder.cbranch(builder.icmp_signed("<", first, end), loop, after)
+        builder.position_at_end(loop)
+        here = builder.phi(_I64)
+        shape = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
         read, keep_close, data = _I32(0), _I32(3), _I32(1)
         function = internals.llvm_function(builder, shape, "llvm.prefetch.p0")
-        builder.call(function, [builder.inttoptr(arguments[0], pointer), read, keep_close, data])
+        builder.call(function, [builder.inttoptr(here, byte), read, keep_close, data])
+        following = builder.add(here, _I64(CACHE_LINE))
+        here.add_incoming(first, before)
+        here.add_incoming(following, loop)
+        builder.cbranch(builder.icmp_signed("<", following, end), loop, after)
+        builder.position_at_end(after)
 
-    return types.void(types.int64), codegen
+    return types.void(types.int64, types.int64), codegen
 
 
-@njit(**INLINE)
-def prefetch(address, byte_count):
-    """Ask for a row's cache lines; beyond eight the hardware's own prefetcher has caught on."""
-    for offset in range(0, min(byte_count, 8 * CACHE_LINE), CACHE_LINE):
-        _prefetch_line(address + offset)
+@intrinsic
+def call_group(typing_context, address, job, low, high, keys, spare):
+    """Call ``ids.group``, which is compiled once for all kernels, at its address."""
+
+    def codegen(context, builder, signature, arguments):
+        address, *integers = arguments
+        return internals.call_code(builder, address, integers)
+
+    return types.int64(*[types.int64] * 6), codegen

@@ -1,10 +1,9 @@
 """Call a kernel once for each part of the work, on Numba's threads, without Numba's ``prange``.
 
 ``prange`` compiles what it calls three more times: 2.5 s of a first step of 6.3 went there. All it does in the end is
-to hand a function to the thread pool, and that is done here: the arguments are put into memory once, and a function of
-the pool's own signature takes them from there and calls the kernel, which it knows by its address, for the parts that
-it is given. So this is compiled once for all kernels that take the same types. Kernels raise nothing and return a
-number, of which nothing is made.
+to hand a function to the thread pool, and that is done here, once for all kernels: a function of the pool's own
+signature calls the kernel, which it knows by its address, for the parts that it is given. Kernels raise nothing and
+return a number, of which nothing is made.
 
 With a Numba whose pool is not the one that we know, the calling thread does it all.
 """
@@ -21,7 +20,7 @@ from numba.extending import intrinsic
 
 from .._fork import threads_left_behind
 from . import internals
-from .cache import kernel
+from .cache import Kernel, kernel
 from .pace import Pace
 
 # Below this many bytes of gradient, waking threads costs more than they save.
@@ -34,16 +33,16 @@ _one_at_a_time = threading.RLock()
 
 
 class OverThreads:
-    """A kernel ``part_kernel(part, *arguments)``, to be called for all parts.
+    """A kernel ``call(part, told_at)``, to be called for all parts of the work.
 
     The result has the same bits for any number of threads.
     """
 
-    __slots__ = ("_address", "_paces", "number", "part_kernel")
+    __slots__ = ("_address", "_paces", "kernel", "number")
 
-    def __init__(self, part_kernel: Any, number: str = "") -> None:
-        self.part_kernel, self.number = part_kernel, number
-        """``number``: the type that it computes with, where callers have to make room to compute in."""
+    def __init__(self, kernel: Kernel, number: Any) -> None:
+        self.kernel, self.number = kernel, number
+        """``number``: the type that it computes with."""
         self._address = 0
         self._paces: dict[int, Pace] = {}
 
@@ -54,23 +53,25 @@ class OverThreads:
         pace = self._paces.setdefault(byte_count.bit_length(), Pace())
         return pace.threads(most), pace
 
-    def __call__(self, parts: int, *arguments: Any, pace: Pace | None = None) -> None:
+    def run(self, parts: int, told_at: int, pace: Pace | None) -> None:
         """Call the kernel for every part, on a thread for each."""
+        if pace is None:
+            self.kernel.call(0, told_at)
+            return
         began = time.perf_counter()
-        self._call(parts, *arguments)
-        if pace is not None:
-            pace.took(parts, time.perf_counter() - began)
+        self._run(parts, told_at)
+        pace.took(parts, time.perf_counter() - began)
 
-    def _call(self, parts: int, *arguments: Any) -> None:
+    def _run(self, parts: int, told_at: int) -> None:
         pool = _pool() if parts > 1 else 0
         if not pool:
             for part in range(parts):
-                self.part_kernel(part, *arguments)
+                self.kernel.call(part, told_at)
             return
         if not self._address:
-            self._address = internals.compiled_address(self.part_kernel, (0, *arguments))
+            self._address = self.kernel.address
         with _one_at_a_time:
-            _on_pool(pool, min(parts, config.NUMBA_NUM_THREADS), parts, self._address, *arguments)
+            _on_pool.call(pool, min(parts, config.NUMBA_NUM_THREADS), parts, self._address, told_at)
 
 
 def _pool() -> int:
@@ -97,16 +98,17 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 @intrinsic
-def call_for_parts(typing_context, pool, threads, parts, address, arguments):
+def call_for_parts(typing_context, pool, threads, parts, address, told):
     """Call the kernel at this address for every part, on as many threads."""
 
     def codegen(context, builder, signature, values):
-        internals.call_on_pool(context, builder, (types.int64, *arguments.types), *values)
+        internals.call_on_pool(builder, *values)
         return context.get_dummy_value()
 
-    return types.void(pool, threads, parts, address, arguments), codegen
+    return types.void(*[types.int64] * 5), codegen
 
 
-@kernel
-def _on_pool(pool, threads, parts, address, *arguments):
-    call_for_parts(pool, threads, parts, address, arguments)
+@kernel(*[types.int64] * 5)
+def _on_pool(pool, threads, parts, address, told):
+    call_for_parts(pool, threads, parts, address, told)
+    return 0

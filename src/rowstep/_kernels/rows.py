@@ -20,21 +20,20 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-import numpy as np
 from numba import njit, types
 
 from .._rules import adam
 from . import INLINE
 from .cache import kernel
 from .floats import load, narrow, store, widen
-from .ids import group
 from .job import (
-    BETA1, BETA2, COLUMNS, COUNTS_AT, DECAY, EPS, G_AT, G_STRIDE, HIGH, JOB, JOB_BYTES, JOB_WORDS, KEY, KEYS_FROM, LOW,
-    M_AT, NOTE, NOTES_AT, P_AT, PIECE_BYTES, POSITION_BITS, ROW_COUNT, SHRINK, SIGN, STEP_SIZE, U_AT, V_AT,
+    BETA1, BETA2, COLUMNS, COUNTS_AT, DECAY, EPS, G_AT, G_STRIDE, GROUP_AT, HIGH, JOB, JOB_BYTES, JOB_COUNT, JOBS_AT,
+    KEY, KEYS_AT, KEYS_FROM, LOW, M_AT, NOTE, NOTES_AT, P_AT, PIECE_BYTES, PIECES_AT, POSITION_BITS, POWER, RESULTS_AT,
+    ROW_COUNT, SHRINK, SIGN, SPARE_AT, STEP_SIZE, TOTALS_AT, TOTALS_STRIDE, U_AT, V_AT,
 )  # fmt: skip
-from .pointers import CACHE_LINE, address_of, only_if, pointer, prefetch
+from .pointers import CACHE_LINE, call_group, only_if, pointer, prefetch
 from .pool import OverThreads
-from .rounding import first_bits, second_bits, state_key, weights_key
+from .rounding import bits_of
 from .vectors import sum_of_squares
 
 # How many cache lines to have under way of the gradient and of the tables. Of the gradient that is 4 rows ahead at 64
@@ -79,40 +78,47 @@ def maximum(u, v):
     return u if u > v or u != u else v
 
 
+_I, _F64 = types.int64, types.float64
+
+
 @functools.cache
 def over_rows(kind: Kind) -> OverThreads:
     """The kernel of a kind, to be called for all parts of a launch."""
     P, M, V, G, N, work = kind[:6]  # noqa: N806
     momentum, by_row, amsgrad, decay, as_dense, skip_nonfinite, rounds_state, rounds_weights = kind[6:]
     is_step, is_norm = work == "step", work == "norm"
-    p_size, m_size, v_size, g_size, n_size = (each.bitwidth // 8 for each in kind[:5])
+    p_size, m_size, v_size, g_size = (each.bitwidth // 8 for each in kind[:4])
     in_place = G == N  # a single occurrence is used where it lies
     is_by_row, has_momentum = by_row is not None, momentum is not None
     has_decay, skips, corrects_eps = decay is not None, skip_nonfinite is not None, as_dense is not None
     by_element = None if is_by_row else True
     inner_decay = None if is_by_row else decay
+    state_key, _, state_bits, second_bits = bits_of(rounds_state)
+    _, weights_key, weights_bits, _ = bits_of(rounds_weights)
 
-    def over_rows_part(part, results, jobs, pieces, keys_at, spare_at, totals, power):
-        jobs_at, pieces_at = address_of(jobs), address_of(pieces)
-        total_at = address_of(totals) + part * totals.shape[1] * n_size
+    def over_rows_part(part, told_at):
+        launch = pointer(told_at, _I)
+        total_at = launch[TOTALS_AT] + part * launch[TOTALS_STRIDE]
         total = pointer(total_at, N)
         result = 0.0
-        first, last = np.int64(0), jobs.size // JOB_WORDS
-        heads, is_shared = pointer(pieces_at, types.int64), pieces.size > 0
+        first, last = 0, launch[JOB_COUNT]
+        heads, is_shared = pointer(launch[PIECES_AT], _I), launch[PIECES_AT] != 0
         if is_shared:
             first, last = heads[1 + part], heads[2 + part]
         for number in range(first, last):
-            low = keys_from = np.int64(0)
-            job_at = jobs_at + number * JOB_BYTES
+            job_at, keys_at, spare_at = launch[JOBS_AT] + number * JOB_BYTES, launch[KEYS_AT], launch[SPARE_AT]
+            piece = pointer(launch[PIECES_AT] + (heads[0] + 2) * 8 + number * PIECE_BYTES, _I) if is_shared else heads
             if is_shared:
-                piece = pointer(pieces_at + (heads[0] + 2) * 8 + number * PIECE_BYTES, types.int64)
-                job_at = jobs_at + piece[JOB] * JOB_BYTES
-            job, scalars = pointer(job_at, types.int64), pointer(job_at, types.float64)
-            high, columns, shift = job[ROW_COUNT], job[COLUMNS], np.uint64(job[POSITION_BITS])
+                job_at = launch[JOBS_AT] + piece[JOB] * JOB_BYTES
+                keys_at, spare_at = keys_at + piece[KEYS_FROM] * 8, spare_at + piece[KEYS_FROM] * 8
+            job, scalars = pointer(job_at, _I), pointer(job_at, _F64)
+            low, high = 0, job[ROW_COUNT]
             if is_shared:
-                low, high, keys_from = piece[LOW], piece[HIGH], piece[KEYS_FROM]
-            end, grouped_at = group(job, low, high, keys_at + keys_from * 8, spare_at + keys_from * 8)
-            keys = pointer(grouped_at, types.uint64)
+                low, high = piece[LOW], piece[HIGH]
+            end = call_group(launch[GROUP_AT], job_at, low, high, keys_at, spare_at)
+            if end < 0:
+                end, keys_at = ~end, spare_at
+            keys, columns, shift = pointer(keys_at, _I), job[COLUMNS], job[POSITION_BITS]
 
             g_at, g_stride, g_bytes = job[G_AT], job[G_STRIDE], columns * g_size
             p_at, m_at, v_at = job[P_AT], job[M_AT], job[V_AT]
@@ -120,26 +126,25 @@ def over_rows(kind: Kind) -> OverThreads:
             row_bytes = p_bytes + v_bytes + (m_bytes if has_momentum else 0)
             g_ahead = G_LINES_AHEAD // (g_bytes // CACHE_LINE + 1) + 1
             rows_ahead = TABLE_LINES_AHEAD // (row_bytes // CACHE_LINE + 1) + 1
-            position_mask = (np.uint64(1) << shift) - np.uint64(1)
-            here = np.int64(0)
+            position_mask, here = (1 << shift) - 1, 0
             while here < end:
                 # Sum the occurrences of a row, and ask for the memory that those after them will need. Every
                 # occurrence's gradient is asked for, not only the first of a row: under Zipf ids most of the time goes
                 # into gradient rows that lie in random order.
-                row, begin = np.int64(keys[here] >> shift), here
-                g_row_at = g_at + np.int64(keys[here] & position_mask) * g_stride
+                row, begin = keys[here] >> shift, here
+                g_row_at = g_at + (keys[here] & position_mask) * g_stride
                 first_g = pointer(g_row_at, G)
                 if not in_place:
                     g_row_at = total_at
                     for c in range(columns):
                         total[c] = widen(first_g[c], N)
-                while here < end and np.int64(keys[here] >> shift) == row:
+                while here < end and keys[here] >> shift == row:
                     there = here + g_ahead
                     if there < end:
-                        prefetch(g_at + np.int64(keys[there] & position_mask) * g_stride, g_bytes)
+                        prefetch(g_at + (keys[there] & position_mask) * g_stride, g_bytes)
                     there = here + rows_ahead
                     if is_step and there < end and keys[there] >> shift != keys[there - 1] >> shift:
-                        ahead = np.int64(keys[there] >> shift)
+                        ahead = keys[there] >> shift
                         prefetch(p_at + ahead * p_bytes, p_bytes)
                         if has_momentum:
                             prefetch(m_at + ahead * m_bytes, m_bytes)
@@ -149,22 +154,23 @@ def over_rows(kind: Kind) -> OverThreads:
                             g_row_at = total_at
                             for c in range(columns):
                                 total[c] = first_g[c]
-                        more = pointer(g_at + np.int64(keys[here] & position_mask) * g_stride, G)
+                        more = pointer(g_at + (keys[here] & position_mask) * g_stride, G)
                         for c in range(columns):
                             total[c] += widen(more[c], N)
                     here += 1
                 g = pointer(g_row_at, N)
 
                 if is_norm:
+                    power = pointer(told_at, _F64)[POWER]
                     if power == 2.0:
                         result += sum_of_squares(g_row_at, columns, N)
                     elif power == math.inf:
                         for c in range(columns):  # written so that a NaN, once seen, stays
-                            size = np.float64(abs(g[c]))
+                            size = _F64(abs(g[c]))
                             result = result if result >= size or result != result else size
                     else:
                         for c in range(columns):
-                            result += np.float64(abs(g[c])) ** power if g[c] != 0 else 0.0
+                            result += _F64(abs(g[c])) ** power if g[c] != 0 else 0.0
                     continue
                 if skips or not is_step:
                     is_finite = True
@@ -176,7 +182,7 @@ def over_rows(kind: Kind) -> OverThreads:
                         continue
 
                 # Step the row, unless a signal's handler has brought it past this step.
-                notes, row_counts = pointer(job[NOTES_AT], types.int32), pointer(job[COUNTS_AT], types.int64)
+                notes, row_counts = pointer(job[NOTES_AT], types.int32), pointer(job[COUNTS_AT], _I)
                 is_noted, is_counted = job[NOTES_AT] != 0, job[COUNTS_AT] != 0
                 if is_noted and notes[row] >= job[NOTE]:
                     continue
@@ -187,8 +193,7 @@ def over_rows(kind: Kind) -> OverThreads:
                     step_size = step_size * correction / (1 - scalars[BETA1] ** row_counts[row])
                     if corrects_eps:
                         eps = eps * correction
-                m_key = state_key(row, job[KEY], rounds_state)
-                p_key = weights_key(row, job[KEY], rounds_weights)
+                m_key, p_key = state_key(row, job[KEY]), weights_key(row, job[KEY])
                 p, m = pointer(p_at + row * p_bytes, P), pointer(m_at + row * m_bytes, M)
                 v, u = pointer(v_at + row * v_bytes, V), pointer(job[U_AT] + row * v_bytes, V)
                 one_minus_beta1 = N(1 - scalars[BETA1])
@@ -211,15 +216,15 @@ def over_rows(kind: Kind) -> OverThreads:
                         one_minus_beta1, beta2, one_minus_beta2, eps_n, rate, None, shrink, decay_n, as_dense,
                         math.sqrt, maximum,
                     )  # fmt: skip
-                    store(p, c, p_c, P, first_bits(p_key, c))
-                    bits = first_bits(m_key, c)
+                    store(p, c, p_c, P, weights_bits(p_key, c))
+                    bits = state_bits(m_key, c)
                     store(m, c, m_c, M, bits)
                     store(v, c, v_c, V, second_bits(bits))
                     store(u, c, u_c, V, second_bits(bits))  # by the bits of v, whose maximum it is
                 if is_noted:
-                    notes[row] = np.int32(job[NOTE])
-        results[part] = result
-        return 0
+                    notes[row] = types.int32(job[NOTE])
+        pointer(launch[RESULTS_AT], _F64)[part] = result
+        return _I(result) if is_step else 0
 
     over_rows_part.__name__ = over_rows_part.__qualname__ = kind.name
-    return OverThreads(kernel(over_rows_part), str(N))
+    return OverThreads(kernel(_I, _I)(over_rows_part), N)

@@ -13,7 +13,6 @@ from .job import (
     HIGH,
     JOB,
     JOB_BYTES,
-    JOB_WORDS,
     KEYS_FROM,
     LOW,
     PIECE_BYTES,
@@ -21,7 +20,7 @@ from .job import (
     ROW_COUNT,
     ROWS_AT,
 )
-from .pointers import address_of, pointer, room
+from .pointers import pointer, room
 
 # Fine enough to balance a few dozen threads; a row is never cut.
 _SHARE_BITS = 10
@@ -38,14 +37,13 @@ def room_for_pieces(jobs: int, parts: int) -> int:
     return parts + 2 + (jobs + parts) * PIECE_BYTES // 8
 
 
-@kernel
-def share(jobs, parts, pieces):
+@kernel(*[types.int64] * 4)
+def share(jobs_at, job_count, parts, pieces_at):
     """Write the pieces of each part; return how many keys there must be room for.
 
     In front of the pieces are the number of parts, each part's first piece, and the end.
     """
-    jobs_at, job_count, pieces_at = address_of(jobs), jobs.size // JOB_WORDS, address_of(pieces)
-    counts, heads = room(_SHARES), pieces
+    counts, heads = room(_SHARES), pointer(pieces_at, types.int64)
     total = np.int64(0)
     for number in range(job_count):
         total += work_of(pointer(jobs_at + number * JOB_BYTES, types.int64))

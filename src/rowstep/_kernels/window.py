@@ -1,47 +1,33 @@
 """The coefficients of every gap after one more step. ``_schedule`` says what they are, in NumPy, which takes 91 µs."""
 
-from __future__ import annotations
+from __future__ import annotations  # noqa: I001  a timeline's words on a few lines
 
 import math
 
 from numba import types
 
 from .._schedule import (
-    CAPACITY,
-    COEFFICIENTS,
-    EBAR,
-    EPS,
-    FROZEN_AT,
-    GROWTH,
-    KEPT_AT,
-    LARGEST,
-    LOG_KEPT_AT,
-    LOG_KEPT_ERROR_AT,
-    RATE_AT,
-    ROOT_AT,
-    SCALARS,
-    SMALLEST,
-    UNSAFE_UP_TO,
-)
+    CAPACITY, COEFFICIENTS, EBAR, EPS, FROZEN_AT, GROWTH, HAS_TINY_MEANS, KEPT_AT, LARGEST, LENGTH, LOG_KEPT_AT,
+    LOG_KEPT_ERROR_AT, M0, M2, M3, M4, M5, POWERS_AT, RATE_AT, ROOT_AT, SCALARS, SMALLEST, TOLERANCE, UNSAFE_UP_TO,
+)  # fmt: skip
 from .cache import kernel
-from .pointers import address_of, pointer
+from .pointers import pointer
+
+_I, _F64 = types.int64, types.float64
 
 
-@kernel
-def advance(
-    sums, first, new_sums, new_first, table, powers, timeline, number, rate, root, kept, tolerance, has_tiny_means
-):
+@kernel(_I, _I, _I, _I, _F64, _F64, _F64)
+def advance(before_at, after_at, timeline_at, number, rate, root, kept):
     """Write the window after a step with this rate and this root, which leaves so much of a weight.
 
     The step is also written to the timeline, unless its number is 0.
     """
-    words, scalars = pointer(address_of(timeline), types.int64), pointer(address_of(timeline), types.float64)
-    growth, eps, length = scalars[SCALARS + GROWTH], scalars[SCALARS + EPS], new_first.size
-    before, after = pointer(address_of(sums), types.float64), pointer(address_of(new_sums), types.float64)
-    power, e1 = pointer(address_of(powers), types.float64), pointer(address_of(new_first), types.float64)
-    e1_before, terms = pointer(address_of(first), types.float64), pointer(address_of(table), types.float64)
-    for column in range(COEFFICIENTS):
-        terms[column] = 0.0
+    words, scalars = pointer(timeline_at, _I), pointer(timeline_at + SCALARS * 8, _F64)
+    length, eps, tolerance = words[LENGTH], scalars[EPS], scalars[TOLERANCE]
+    power = pointer(words[POWERS_AT], _F64)
+    before, e1_before = pointer(before_at, _F64), pointer(before_at + 7 * length * 8, _F64)
+    after, e1 = pointer(after_at, _F64), pointer(after_at + 7 * length * 8, _F64)
+    terms = pointer(after_at + 8 * length * 8, _F64)
     weight = rate
     for n in range(7):
         row = n * length
@@ -49,50 +35,54 @@ def advance(
         for k in range(1, length):
             after[row + k] = power[row + k] * weight + before[row + k - 1] * kept
         weight *= root
-    e1[0] = root * growth
-    for k in range(1, length):
-        e1[k] = e1_before[k - 1]
     for k in range(length):
-        here, total, mean, inverse = (k + 1) * COEFFICIENTS, after[k], 1.0, 1.0
+        e1[k] = e1_before[k - 1] if k > 0 else root * scalars[GROWTH]
+        total, mean = after[k], 1.0
         if total > 0:
             mean = after[length + k] / total
-        # The sums in multiples of the mean; their n-th difference is Mn.
-        for n in range(7):
-            terms[here + n] = after[n * length + k] * inverse
-            inverse /= mean
-        for n in range(1, 7):
-            for i in range(6, n - 1, -1):
-                terms[here + i] -= terms[here + i - 1]
-        rest, ebar, safe = 0.0, eps * mean, 0.0
+        # The sums in multiples of the mean, of which the first is the total: Mn by the binomial theorem.
+        inverse = 1 / mean
+        square = inverse * inverse
+        second, third = after[2 * length + k] * square, after[3 * length + k] * square * inverse
+        square *= square
+        fourth, fifth = after[4 * length + k] * square, after[5 * length + k] * square * inverse
+        sixth = after[6 * length + k] * square * inverse * inverse
+        sixth += 15 * (fourth + second) - 6 * fifth - 20 * third - 5 * total
+        gap = pointer(after_at + (8 * length + (k + 1) * COEFFICIENTS) * 8, _F64)
+        gap[M0], gap[EBAR], gap[M2] = total, eps * mean, second - total
+        gap[M3] = third - 3 * second + 2 * total
+        gap[M4] = fourth - 4 * third + 6 * second - 3 * total
+        gap[M5] = fifth - 5 * fourth + 10 * (third - second) + 4 * total
+        rest, safe = 0.0, 0.0
         if total > 0:
-            rest = abs(terms[here + 6]) / total * max(1.0, mean / e1[k])
+            rest = abs(sixth) / total * max(1.0, mean / e1[k])
         if not rest <= tolerance:  # a power takes 40 ns, and in a long run nearly every gap does without
-            safe = (ebar * ((rest / tolerance) ** (1 / 6) - 1)) ** 2
-        if has_tiny_means and ebar < 1 / LARGEST:
+            safe = (eps * mean * ((rest / tolerance) ** (1 / 6) - 1)) ** 2
+        if scalars[HAS_TINY_MEANS] != 0 and eps * mean < 1 / LARGEST:
             safe += SMALLEST
-        terms[here + EBAR], terms[here + UNSAFE_UP_TO] = ebar, safe
-        is_good = True
+        gap[UNSAFE_UP_TO] = safe
+        is_good = abs(sixth) < LARGEST
         for column in range(COEFFICIENTS):
-            is_good &= abs(terms[here + column]) < LARGEST
+            is_good &= abs(gap[column]) < LARGEST
         if not is_good:
             for column in range(COEFFICIENTS):
-                terms[here + column] = 0.0
-            terms[here + UNSAFE_UP_TO] = math.inf
+                gap[column] = 0.0
+            gap[UNSAFE_UP_TO] = math.inf
+    for column in range(COEFFICIENTS):
+        terms[column] = 0.0
     if number == 0:
-        return
+        return 0
     capacity = words[CAPACITY]
     slot, before_slot, leaving = number % capacity, (number - 1) % capacity, (number - length) % capacity
-    pointer(words[RATE_AT], types.float64)[slot] = rate
-    pointer(words[ROOT_AT], types.float64)[slot] = root
-    pointer(words[KEPT_AT], types.float64)[slot] = kept
-    frozen = pointer(words[FROZEN_AT], types.float64)
+    pointer(words[RATE_AT], _F64)[slot] = rate
+    pointer(words[ROOT_AT], _F64)[slot] = root
+    pointer(words[KEPT_AT], _F64)[slot] = kept
+    frozen = pointer(words[FROZEN_AT], _F64)
     for column in range(COEFFICIENTS):
         frozen[leaving * COEFFICIENTS + column] = terms[length * COEFFICIENTS + column]
-    log_kept, log_kept_error = (
-        pointer(words[LOG_KEPT_AT], types.float64),
-        pointer(words[LOG_KEPT_ERROR_AT], types.float64),
-    )
+    log_kept, log_kept_error = pointer(words[LOG_KEPT_AT], _F64), pointer(words[LOG_KEPT_ERROR_AT], _F64)
     addend = math.log(kept) - log_kept_error[before_slot]
     total = log_kept[before_slot] + addend
     log_kept_error[slot] = (total - log_kept[before_slot]) - addend
     log_kept[slot] = total
+    return 0

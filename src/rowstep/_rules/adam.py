@@ -63,8 +63,8 @@ def scalars(
     is_decoupled: bool,
     is_per_row: bool = False,
     as_dense: bool = False,
-) -> Scalars:
-    """The numbers of a table's ``count``-th step; a Tensor lr is computed with in its own dtype.
+) -> tuple[float, float, float, float, float | None, float | None]:
+    """The numbers of a table's ``count``-th step, as ``Scalars`` has them; a Tensor lr is computed in its own dtype.
 
     With ``is_per_row`` they come without bias corrections: each row's own count gives them.
     """
@@ -75,9 +75,9 @@ def scalars(
     elif weight_decay != 0:
         decay = weight_decay
     if is_per_row:
-        return Scalars(beta1, beta2, eps, float(lr), shrink, decay)
+        return beta1, beta2, eps, float(lr), shrink, decay
     first, second = corrections(beta1, beta2, count, math.sqrt)
-    return Scalars(beta1, beta2, eps * second if as_dense else eps, float(lr * second / first), shrink, decay)
+    return beta1, beta2, eps * second if as_dense else eps, float(lr * second / first), shrink, decay
 
 
 def corrections(beta1: Any, beta2: Any, count: Any, sqrt: Callable[[Any], Any]) -> tuple[Any, Any]:

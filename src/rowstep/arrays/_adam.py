@@ -159,7 +159,7 @@ class Adam:
 
     def _scalars(self) -> Scalars:
         lr, betas, eps, weight_decay = self._settings().values()
-        return scalars(lr, betas, eps, self._step, weight_decay, self.decoupled_weight_decay, as_dense=True)
+        return Scalars(*scalars(lr, betas, eps, self._step, weight_decay, self.decoupled_weight_decay, as_dense=True))
 
     def _moments_of(self, name: str, param: FloatArray) -> Moments:
         dtype = _checks.native(param.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,16 @@ from numba import types
 from numpy.typing import NDArray
 
 from .._kernels.elements import over_elements
-from .._kernels.job import BETA1, JOB_WORDS
 from .._kernels.pool import numba_threads
 from .._kernels.rows import Kind, over_rows
-from .._kernels.workspace import launch, reserve
+from .._kernels.workspace import Workspace, borrow
 from .._rules.adam import Scalars
 from . import _reference
 from ._checks import FloatArray, native
+
+# As ``_kernels/elements`` and ``_kernels/job`` have them.
+_ELEMENTS = struct.Struct("=6q7d")
+_JOB = struct.Struct("=16q7d")
 
 _TYPES = {"f": types.float32, "d": types.float64}
 
@@ -35,12 +39,14 @@ def step(p: FloatArray, m: FloatArray, v: FloatArray, g: FloatArray, scalars: Sc
         op_flags=[_WRITE, _WRITE, _WRITE, _READ],
     )
     kernel = over_elements(_TYPES[p.dtype.char], _TYPES[g.dtype.char], _has_decay(scalars))
-    numbers = np.array(_numbers(scalars))
+    workspace = borrow(Workspace)
     with blocks:
         for block in blocks:
             threads, pace = kernel.threads_for(block[3].nbytes, numba_threads())
             addresses = (array.ctypes.data for array in block)
-            kernel(threads, threads, *addresses, block[0].size, numbers.ctypes.data, pace=pace)
+            told = _ELEMENTS.pack(threads, *addresses, block[0].size, *_numbers(scalars))
+            kernel.run(threads, workspace.tell(told), pace)
+    workspace.give_back()
 
 
 def step_rows(
@@ -54,17 +60,20 @@ def step_rows(
     g = g.reshape(len(rows), columns)
     if not (g.strides[1] == g.itemsize and g.flags.aligned and g.dtype.isnative):
         g = np.array(g, native(g.dtype), order="C")
-    job = np.zeros(JOB_WORDS, np.int64)
-    job[:12] = (
+    job = _JOB.pack(
         rows.ctypes.data, len(rows), g.ctypes.data, g.strides[0], (len(rows) - 1).bit_length(), 0,
-        len(p), columns, (len(p) - 1).bit_length(), p.ctypes.data, m.ctypes.data, v.ctypes.data,
+        len(p), columns, (len(p) - 1).bit_length(), p.ctypes.data, m.ctypes.data, v.ctypes.data, 0, 0, 0, 0,
+        *_numbers(scalars),
     )  # fmt: skip
-    job[BETA1:].view(np.float64)[:] = _numbers(scalars)
-    job.flags.writeable = False  # so that kernels of the torch optimizers serve here too
     stored = _TYPES[p.dtype.char]
     given, decay = _TYPES[g.dtype.char], _has_decay(scalars)
     kernel = over_rows(Kind(stored, stored, stored, given, types.float64, decay=decay, as_dense=True))
-    launch(kernel, job, reserve(kernel, job, g.nbytes, numba_threads(), len(rows), columns))
+    workspace = borrow(Workspace)
+    workspace.add(len(rows), columns, g.nbytes, job)
+    workspace.check()
+    workspace.reserve(kernel, numba_threads())
+    workspace.run(kernel)
+    workspace.give_back()
 
 
 def _numbers(scalars: Scalars) -> tuple[float, ...]:

@@ -56,10 +56,10 @@ class Launch:
         is_flawed = first_outside(gradient) is not None or (pending is not None and pending.stale(gradient.rows) > 0)
         return job if is_flawed else None
 
-    def reserve(self) -> None:
+    def get_ready(self) -> None:
         """Nothing is reserved here: what a step takes of memory is written at its end, or not at all."""
 
-    def run(self) -> int:
+    def step(self) -> int:
         """Step the rows; return how many were skipped."""
         return update(*self.jobs)
 
