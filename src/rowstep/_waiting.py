@@ -111,10 +111,10 @@ class Waiting:
 
 def _see(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Call a function that is handed something that waits, once that is up to date."""
-    if func in _WITHOUT_NUMBERS or (func in _LIKE_ANOTHER and not isinstance(args[0], Waiting)):
-        return plainly(func, *args, **kwargs)
     if func in _LOOKUPS and (lookup := _lookup(func, types, args, kwargs)) is not None:
         return plainly(_look_up, *lookup, func, args, kwargs)
+    if func in _WITHOUT_NUMBERS or (func in _LIKE_ANOTHER and not isinstance(args[0], Waiting)):
+        return plainly(func, *args, **kwargs)
     if bring_all_up_to_date((args, kwargs)):
         if func is Tensor.detach and is_making_a_parameter(sys._getframe(2)):
             return as_its_class(args[0])

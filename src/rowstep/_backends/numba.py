@@ -178,17 +178,17 @@ def catch_up(pending: Any, rows: Tensor | range) -> bool:
         p, m, v = stored
         kind = catching_up.Kind(p, m, v, number, **_none_if_off(options))
         kernel = pending.kernel = catching_up.catching_up(kind)
-    size = (last - first) * columns * table.dtypes[0].itemsize
-    threads, pace = kernel.threads_for(size, torch.get_num_threads())
+    threads, pace, most_threads = 1, None, torch.get_num_threads()
+    if most_threads > 1:
+        threads, pace = kernel.threads_for((last - first) * columns * table.dtypes[0].itemsize, most_threads)
     if threads > 1 and ids_at and catching_up.is_outside.call(ids_at, last, table.row_count):
         return False
-    workspace = borrow(Workspace)
-    scratch_at, stride = workspace.rows(2 * threads, columns * kernel.number.bitwidth // 8)
+    workspace, row_bytes = borrow(Workspace), (columns * kernel.number.bitwidth // 8 + 63) & -64
     told = _CATCH_UP.pack(
         threads, ids_at, first, last, schedule.step, schedule.window_at, timeline_at,
-        pending.key if pending.rounds else 0, scratch_at, stride,
+        pending.key if pending.rounds else 0, row_bytes,
     )  # fmt: skip
-    told_at = workspace.tell(told + table.words)
+    told_at = workspace.tell(told + table.words, 2 * threads * row_bytes)
     is_inside = True
     if threads > 1:
         kernel.run(threads, told_at, pace)

@@ -248,7 +248,8 @@ class DeferredAdam(RowOptimizer):
         Invalid ids are left to the lookup itself, which has its own error message for them; then this returns False.
         """
         with self._lock:
-            pending = self._pending(param)
+            table = self._tables.get(id(param))
+            pending = None if table is None else table.pending
             if pending is None:
                 return True
             if ids is None:

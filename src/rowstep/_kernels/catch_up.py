@@ -40,14 +40,14 @@ from .._schedule import (
 )
 from .cache import kernel
 from .floats import narrow, store, widen
-from .job import COLUMNS, M_AT, NOTES_AT, P_AT, TABLE_FROM, U_AT, V_AT
+from .job import COLUMNS, M_AT, NOTES_AT, P_AT, TABLE_FROM, TABLE_WORDS, U_AT, V_AT
 from .pointers import pointer, prefetch
 from .pool import OverThreads
 from .rounding import bits_of
 
-# What the kernel is told, in front of the table's words of a job.
-PARTS, IDS_AT, FIRST, LAST, STEP, WINDOW_AT, TIMELINE_AT, KEY, SCRATCH_AT, SCRATCH_STRIDE = range(10)
-TOLD_WORDS = 10
+# What the kernel is told, in front of the table's words of a job. Behind those, each part has two rows to compute in.
+PARTS, IDS_AT, FIRST, LAST, STEP, WINDOW_AT, TIMELINE_AT, KEY, ROW_BYTES = range(9)
+TOLD_WORDS = 9
 
 _ROWS_AHEAD = 8
 _NOTES_AHEAD = 32
@@ -117,8 +117,8 @@ def catching_up(kind: Kind) -> OverThreads:
         beta1_powers = pointer(words[BETA1_POWERS_AT], types.float64)
         beta2_powers = pointer(words[BETA2_POWERS_AT], types.float64)
         notes, ids = pointer(notes_at, types.int32), pointer(ids_at, types.int64)
-        scratch_at = told[SCRATCH_AT] + 2 * part * told[SCRATCH_STRIDE]
-        sums, roots = pointer(scratch_at, N), pointer(scratch_at + told[SCRATCH_STRIDE], N)
+        sums_at = told_at + (TOLD_WORDS + TABLE_WORDS) * 8 + 2 * part * told[ROW_BYTES]
+        sums, roots = pointer(sums_at, N), pointer(sums_at + told[ROW_BYTES], N)
         p_bytes, m_bytes, v_bytes = columns * p_size, columns * m_size, (1 if is_by_row else columns) * v_size
         dust, zero, one = N(min(normal, scalars[EPS] * DUST_OF_EPS)), N(0), N(1)
         now = log_kept[step % capacity]

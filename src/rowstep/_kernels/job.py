@@ -14,7 +14,7 @@ LAUNCH_WORDS = 10
 # state are. Of the step: the key of random rounding, and scalars; what a rule does not have is 1 or 0 there.
 ROWS_AT, COUNT, G_AT, G_STRIDE, POSITION_BITS, NOTE = range(6)
 ROW_COUNT, COLUMNS, ROW_BITS, P_AT, M_AT, V_AT, U_AT, COUNTS_AT, NOTES_AT = range(6, 15)
-TABLE_FROM = ROW_COUNT
+TABLE_FROM, TABLE_WORDS = ROW_COUNT, 9
 KEY = 15
 BETA1, BETA2, EPS, STEP_SIZE, SHRINK, DECAY, SIGN = range(16, 23)
 JOB_WORDS = 23

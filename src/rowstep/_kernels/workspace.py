@@ -115,19 +115,13 @@ class Workspace:
         """What each part of the last run came to."""
         return self._results.words[: self._threads].view(np.float64)
 
-    def tell(self, words: bytes) -> int:
-        """Write words for a kernel that takes no jobs; return where they are."""
-        if len(words) > self._told.size * 8:
-            self._told = Block(len(words) // 8)
-        self._told.bytes[: len(words)] = words
+    def tell(self, words: bytes, room: int = 0) -> int:
+        """Write words for a kernel that takes no jobs, and leave so many bytes behind them; return where they are."""
+        size = len(words)
+        if size + room > self._told.size * 8:
+            self._told = Block((size + room + 7) // 8)
+        self._told.bytes[:size] = words
         return self._told.at
-
-    def rows(self, count: int, byte_count: int) -> tuple[int, int]:
-        """So many rows to compute in: where the first is, and how far apart they are."""
-        stride = (byte_count + 63) & -64
-        if self._rows.size * 8 < count * stride:
-            self._rows = Block(count * stride // 8)
-        return self._rows.at, stride
 
     def give_back(self) -> None:
         """Let others use this memory from now on."""
