@@ -24,6 +24,8 @@ def loaded(path: Path) -> Adam:
     return optimizer
 
 
+# An interrupt between open() and `with` leaves it to garbage collection to close the file.
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_an_interrupt_at_any_line_leaves_the_old_file_or_the_new_one(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"state{suffix}"
