@@ -227,3 +227,20 @@ def test_a_step_is_no_slower_for_what_is_not_read() -> None:
     before = in_memory(run.table.weight)
     optimizer.flush()
     assert distance(before, run.table.weight) > 1e-3  # rows have waited all along
+
+
+def test_steps_in_inference_mode(backend: str) -> None:
+    """The tensor that counts them does not tell who has written to it."""
+    if backend == "reference":
+        pytest.skip("torch's own operations cannot write a state that was made in this mode outside of it")
+    tables = []
+    for which in optimizers():
+        run = Run(*which)
+        optimizer = run.make(run.table.parameters())
+        for rows in ([0, 3], [3], [1, 3]):
+            optimizer.zero_grad()
+            run.table(torch.tensor(rows)).square().sum().backward()
+            with torch.inference_mode():
+                optimizer.step()
+        tables.append(run.table.weight.detach().clone())
+    assert distance(*tables) <= 1e-12

@@ -102,7 +102,7 @@ class Deferral:
         if not (self.options is rule.waiting_options or self.options == rule.waiting_options):
             return False
         state, count = self.table.state, self._count
-        is_ours = state["step"] is count and writes_to(count) == self._count_writes
+        is_ours = state["step"] is count and self._count_writes == writes_to(count)
         if not is_ours and steps_taken(state) != self.step:
             return False
         return self.schedule.step < _LAST_STEP  # or notes run out of numbers
@@ -173,8 +173,9 @@ class Deferral:
         self.watch()
         # To Python this is one call, and signals are handled between those.
         list(map(_CALL, (functools.partial(write, *arguments), functools.partial(setattr, self, "schedule", schedule))))
-        self._count = self.table.state["step"]
-        self._count_writes = writes_to(self._count)
+        count = self.table.state["step"]
+        if not count.is_inference():  # those do not tell who has written to them
+            self._count, self._count_writes = count, writes_to(count)
         self.watch()  # a signal's handler may have flushed in the meantime
 
     def sweep(self) -> None:
@@ -211,7 +212,7 @@ def begin(table: Table, rule: Rule, taken: int, others: Iterable[Deferral], keep
     Deferral(table, rule, schedule, keeper)
 
 
-@torch.no_grad()
+@torch.inference_mode()  # in which all tensors can be written, also those of a state that was made in it
 def flush_orphans(deferrals: Iterable[Deferral]) -> None:
     """Bring up to date what a dropped optimizer leaves behind.
 
