@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
-from torch import Tensor, dtype
+from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from . import _backends, _dense, _part
@@ -209,14 +209,12 @@ class RowOptimizer(StatefulOptimizer):
             lr, options = group["lr"], self._options(group)
         except KeyError as missing:
             raise ValueError(f"{missing} is missing{where}; expected every option of the constructor") from None
-        # What may change inside, a list or a Tensor, is looked at every time.
-        is_fixed = all(type(value) in _FIXED for value in (*options, *group["betas"]))
-        if rule is None or not is_fixed or rule.options != options:
+        if rule is None or not rule.is_fixed or not all(map(operator.is_, rule.options, options)):
             self._check_group(group, where)
             rule = Rule(group, options)
         self._check_rate(lr, rule, where)
         rule.set_rate(lr)
-        self._rules[id(group)] = tuple(group.values()) if is_fixed and type(lr) is float else (), rule
+        self._rules[id(group)] = tuple(group.values()) if rule.is_fixed and type(lr) is float else (), rule
         return rule
 
     def _check_rate(self, lr: Any, rule: Rule, where: str) -> None:
@@ -302,9 +300,6 @@ class RowOptimizer(StatefulOptimizer):
         self._options = _options_of(self.defaults)
         self._peers = _part.peers_of(self._all_params())
 
-
-_FIXED = frozenset([bool, float, int, str, tuple, dtype, type(None)])
-"""Types of options that do not change in place."""
 
 _NO_STATE: State = {}
 

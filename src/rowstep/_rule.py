@@ -11,6 +11,8 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from ._rules import adam
 from ._rules.rounding import step_key
 from ._state import StateSpec
@@ -42,13 +44,18 @@ class Step:
         return adam.Scalars(*self._numbers)
 
 
+_FIXED = frozenset([bool, float, int, str, tuple, torch.dtype, type(None)])
+
+
 class Rule:
     """The options of a group, read once."""
 
     def __init__(self, group: Mapping[str, Any], options: Any) -> None:
+        beta1, beta2 = group["betas"]
         self.options = options
         """All but the lr, which may be another at every step."""
-        beta1, beta2 = group["betas"]
+        self.is_fixed = all(type(value) in _FIXED for value in (*options, beta1, beta2))
+        """Whether none of them, a list or a Tensor, can change in place."""
         # torch takes Tensors of one number too. And kernels are compiled for floats.
         self.betas, self.eps = (float(beta1), float(beta2)), float(group["eps"])
         self.weight_decay, self.is_decoupled = float(group["weight_decay"]), bool(group["decoupled_weight_decay"])
