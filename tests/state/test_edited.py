@@ -105,3 +105,21 @@ def test_a_parameter_that_cannot_be_stepped_may_be_in_the_list(kind: Kind, dtype
     with pytest.raises(TypeError, match=rf"parameter 0 of group 0: .*{dtype}; expected a 16-, 32- or 64-bit"):
         optimizer.step()
     assert torch.equal(weights, before)
+
+
+@pytest.mark.parametrize("cls", [SparseAdam, DeferredAdam])
+@pytest.mark.parametrize("wide", [False, True])
+def test_amsgrad_that_is_turned_on_beside_moments_of_another_dtype(cls: Any, wide: bool) -> None:
+    """The maximum is made in the parameter's dtype. A kernel that took it for a v would write past its end."""
+    narrow, large = torch.float32, torch.float64
+    param = nn.Parameter(torch.ones(400, 3, dtype=narrow if wide else large))
+    optimizer = cls([param], lr=0.1)
+    step_with(optimizer, param, rows_of(param, torch.arange(400), 2.0))
+    optimizer.state_dict()  # brings every row up to date
+    state = optimizer.state[param]
+    state |= {name: state[name].to(large if wide else narrow) for name in ("exp_avg", "exp_avg_sq")}
+    optimizer.param_groups[0]["amsgrad"] = True
+    for _ in range(3):
+        step_with(optimizer, param, rows_of(param, torch.arange(400), 3.0))
+    assert state["max_exp_avg_sq"].dtype == param.dtype
+    torch.testing.assert_close(state["max_exp_avg_sq"], state["exp_avg_sq"].to(param.dtype), rtol=1e-6, atol=0)
