@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from ._deferred import DeferredAdam as DeferredAdam
     from ._deferred import DeferredAdamW as DeferredAdamW
     from ._deferred import StaleRowsError as StaleRowsError
+    from ._host import HostEmbedding as HostEmbedding
     from ._sparse_adam import SparseAdam as SparseAdam
     from ._surgery import select_rows_ as select_rows_
 
@@ -19,6 +20,7 @@ __version__ = "0.2.0"
 _HOME = {
     "DeferredAdam": "._deferred",
     "DeferredAdamW": "._deferred",
+    "HostEmbedding": "._host",
     "SparseAdam": "._sparse_adam",
     "StaleRowsError": "._deferred",
     "clip_grad_norm_": "._clip",
@@ -29,6 +31,7 @@ _HOME = {
 __all__ = [
     "DeferredAdam",
     "DeferredAdamW",
+    "HostEmbedding",
     "SparseAdam",
     "StaleRowsError",
     "clip_grad_norm_",

@@ -30,10 +30,11 @@ LAYERS = {
         may_import=("plain",),
     ),
     "storage": Layer(("storage",), may_import=("plain", "tensors"), without=("numba", "safetensors")),
+    "host": Layer(("_host",), may_import=("tensors", "storage")),
     "backends": Layer(("_backends",), may_import=("plain", "kernels", "tensors")),
     "core": Layer(("*",), may_import=("plain", "tensors", "backends")),
     "deferred": Layer(("_deferred",), may_import=("plain", "tensors", "backends", "core")),
-    "public": Layer(("",), may_import=("core", "deferred")),
+    "public": Layer(("",), may_import=("core", "deferred", "host")),
     "distributed": Layer(("distributed",), may_import=("tensors", "core")),
     "cli": Layer(("__main__", "cli"), may_import=("kernels", "arrays", "tensors", "backends", "core", "public")),
 }

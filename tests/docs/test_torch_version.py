@@ -124,6 +124,7 @@ def test_the_public_names() -> None:
     assert rowstep.__all__ == [
         "DeferredAdam",
         "DeferredAdamW",
+        "HostEmbedding",
         "SparseAdam",
         "StaleRowsError",
         "clip_grad_norm_",
