@@ -1,6 +1,6 @@
 """Node vectors of a graph: PyTorch Geometric's MetaPath2Vec on Zachary's karate club.
 
-    pip install 'rowstep[integration]'
+    pip install -e '.[integration]'
     python examples/graph.py
 
 The graph has 34 members, the ties between them, and the four groups they fall into. Walks follow ties from member to

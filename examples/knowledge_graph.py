@@ -1,6 +1,6 @@
 """A knowledge graph: PyKEEN's pipeline on facts about 14 nations, with our class as its optimizer.
 
-    pip install 'rowstep[integration]'
+    pip install -e '.[integration]'
     python examples/knowledge_graph.py
 
 PyKEEN's gradients are dense, so SparseAdam steps as torch.optim.Adam does. With force_sparse=True it steps only the

@@ -1,6 +1,6 @@
 """A two-tower recommender on planted data: which item will a user pick next?
 
-    pip install 'rowstep[cli]'    # for the progress bar
+    pip install -e '.[cli]'    # for the progress bar
     python examples/recommender.py
 
 A batch reads a few rows of two tables. DeferredAdamW gives torch.optim.AdamW's result for tables and towers, and the
