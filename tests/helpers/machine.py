@@ -22,8 +22,8 @@ from tests.helpers.deferred_cases import LONG
 from tests.helpers.random_gradients import Dice, Gradient, Sketch, all_dice
 from tests.helpers.rounding import quiet
 
-# 100 histories, or 2,000. Hypothesis varies what it has tried already, so that many seeds see more than many examples.
-SEEDS = range(40 if LONG else 6)
+# 60 histories, or 1,000. Hypothesis varies what it has tried already, so that many seeds see more than many examples.
+SEEDS = range(20 if LONG else 6)
 # A short run stops at the first failure: to find the smallest takes minutes.
 LENGTH = settings(
     max_examples=50 if LONG else 10,
