@@ -32,7 +32,7 @@ def through(ways: dict[nn.Module, Any], batch: Tensor) -> Forward:
     return lambda model: ways[model](batch)
 
 
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # inductor's
 def test_a_compiled_model(compiler: str, backend: str) -> None:
     if compiler == "inductor" and backend == "reference":

@@ -1,7 +1,7 @@
 """Training as people do it with nothing but torch: schedulers, scaled losses, clipping, autocast.
 
 Each run ends better than it began, and as the same run with torch's optimizer. Compiled models have their tests in
-test_models.py and deferred/test_wrapped.py, accumulated gradients and averaged weights in deferred/test_programs.py.
+deferred/test_wrapped.py, accumulated gradients and averaged weights in deferred/test_programs.py.
 """
 
 from __future__ import annotations
