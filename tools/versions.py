@@ -28,7 +28,7 @@ VERSIONS = ("2.8.0", "2.10.0", "2.13.0", NEWEST)
 TESTS = """
 sparse/test_same_as_torch docs/test_torch_words sparse/test_dtypes sparse/test_gradients state/test_state_dict
 state/test_plain_checkpoints sparse/test_optimizer_surface sparse/test_bad_input clip/test_clip
-deferred/test_same_as_torch deferred/test_wrapped deferred/test_tracing distributed/test_collection
+deferred/test_same_as_torch deferred/test_wrapped distributed/test_collection
 distributed/test_sharded_checkpoints distributed/test_ddp distributed/test_ddp_around
 docs/test_torch_version
 """

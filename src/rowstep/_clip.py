@@ -174,19 +174,15 @@ def _total_norm(parameters: list[Tensor], norm_type: float, foreach: bool | None
     dense = [param.grad for param in with_dense if param.grad is not None]
     if not sparse:
         return torch.nn.utils.get_total_norm(dense, norm_type, foreach=foreach)
-    norms = [_norm(_checked(grad), norm_type) for grad in sparse]
+    gradients = [_checked(grad) for grad in sparse]
+    # Of a power that is not above 0, the rows that a gradient does not name count as well.
+    backends = [_backends.for_gradient(each) if norm_type > 0 else _backends.reference for each in gradients]
+    norms: list[float] = [each.norm(gradient, norm_type) for each, gradient in zip(backends, gradients, strict=True)]
     # Of order 0 the norm counts tensors that are not 0, so they may not be put together by twos or threes.
     parts = [[grad] for grad in dense] if norm_type == 0 else [dense] if dense else []
     norms += [float(torch.nn.utils.get_total_norm(part, norm_type, foreach=foreach)) for part in parts]
     total: Tensor = torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), norm_type)
     return total.to((*dense, *sparse)[0].device, compute_dtype(*(grad.dtype for grad in (*dense, *sparse))))
-
-
-def _norm(gradient: RowGradient, power: float) -> float:
-    # Of a power that is not above 0, the rows that the gradient does not name count as well.
-    implementation = _backends.for_gradient(gradient) if power > 0 else _backends.reference
-    norm: float = implementation.norm(gradient, power)
-    return norm
 
 
 def _checked(grad: Tensor) -> RowGradient:

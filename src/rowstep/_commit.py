@@ -40,7 +40,9 @@ def replace_table(param: Tensor, table: Tensor, state: State, changed: State) ->
     moved: list[bool] = []
     try:
         if renew:
-            _guard_old_graphs(param, moved)
+            if param.requires_grad:
+                refuse = functools.partial(_refuse_if, moved, tuple(param.shape))
+                get_gradient_edge(param).node.register_prehook(refuse)
             # Autograd drops its node when the dtype changes, and only then.
             param.data = param.new_empty(0, dtype=torch.float32 if param.dtype == torch.float64 else torch.float64)
         param.grad = None
@@ -55,11 +57,6 @@ def replace_table(param: Tensor, table: Tensor, state: State, changed: State) ->
         state.update(old_state)
         raise
     increment_version(param)  # for graphs that have saved the table itself, as a linear layer's
-
-
-def _guard_old_graphs(param: Tensor, moved: list[bool]) -> None:
-    if param.requires_grad:
-        get_gradient_edge(param).node.register_prehook(functools.partial(_refuse_if, moved, tuple(param.shape)))
 
 
 def _refuse_if(moved: list[bool], shape: tuple[int, ...], _: Any) -> None:

@@ -93,11 +93,6 @@ def separate_counts(states: Sequence[State]) -> None:
             taken.add(step.data_ptr())
 
 
-def tidied(state: State) -> State:
-    """A state without the empty dicts that torch makes of what a flattened state dict lacks."""
-    return {key: value for key, value in state.items() if not (isinstance(value, dict) and not value)}
-
-
 def uncast_slots(
     state_dict: StateDict, params: Sequence[tuple[Tensor, Mapping[str, Any]]]
 ) -> Iterator[tuple[Tensor, State]]:

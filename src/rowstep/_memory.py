@@ -23,7 +23,8 @@ def has_memory(tensor: Tensor) -> bool:
     if tensor.is_contiguous():
         nbytes = tensor.nbytes
         return not nbytes or size >= offset * tensor.itemsize + nbytes
-    return size >= (offset + span(tensor)) * tensor.itemsize
+    last = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return size >= (offset + last + 1) * tensor.itemsize
 
 
 def address_of(tensor: Tensor) -> int | None:
@@ -41,11 +42,6 @@ def lost_memory(name: str, tensor: Tensor) -> str:
         f"the storage of {name} is too small for its shape {tuple(tensor.shape)}: it was freed or resized; "
         "expected it to hold every element"
     )
-
-
-def span(tensor: Tensor) -> int:
-    """How many elements lie between the first and the last, both included."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def overlaps_itself(tensor: Tensor) -> bool:

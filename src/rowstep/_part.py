@@ -138,11 +138,6 @@ def part_of(param: Tensor) -> TablePart | None:
     return getattr(param, _MARK, None)
 
 
-def is_part(param: Tensor) -> bool:
-    """Whether this parameter is a part of a table."""
-    return part_of(param) is not None
-
-
 def is_spread_part(param: Tensor) -> bool:
     """Whether this parameter's rows lie in another order than that of the ids."""
     part = part_of(param)
@@ -163,6 +158,8 @@ def as_local_state(state: State, param: Tensor) -> State:
 
     A state for a whole parameter that came without constants was never spread, whatever its shape.
     """
+    # torch makes empty dicts of what a flattened state dict lacks.
+    state = {key: value for key, value in state.items() if not (isinstance(value, dict) and not value)}
     part, constants = part_of(param), state.get(ROW_ORDER)
     if part is None and constants is None:
         cut = [] if is_dtensor(param) else [key for key in row_slots(state) if is_dtensor(state[key])]

@@ -13,7 +13,7 @@ from torch.optim.optimizer import StateDict
 
 from . import _part, _surgery
 from ._commit import is_averaged_table
-from ._loading import check_slots, check_states, check_structure, separate_counts, tidied, uncast_slots
+from ._loading import check_slots, check_states, check_structure, separate_counts, uncast_slots
 from ._options import HOW_TORCH_STEPS, check_group, check_learning_rate
 from ._state import State, StateSpec, misfit, row_moment_flaw
 from ._surgery import Init
@@ -168,7 +168,7 @@ class StatefulOptimizer(Optimizer):
                 for param in group["params"]:
                     if param.requires_grad:
                         state, of_tables = self.state[param], StateSpec.under(group)
-                        is_known = _part.is_part(param) or is_averaged_table(param)
+                        is_known = _part.part_of(param) is not None or is_averaged_table(param)
                         is_table = is_known or of_tables.holds_table_state(state, param)
                         spec = of_tables if is_table else StateSpec.under(group, in_a_table=False)
                         # A Tensor whatever the gradients will be: torch's checkpoints read either kind into a Tensor,
@@ -180,7 +180,7 @@ class StatefulOptimizer(Optimizer):
         """Note the ranks that share tables with this one, and make the state that checkpoints load into."""
         params = self._all_params()
         self._peers = _part.peers_of(params)
-        if any(map(_part.is_part, params)):
+        if any(_part.part_of(param) is not None for param in params):
             self.allocate_state()
 
     def _all_params(self) -> list[Tensor]:
@@ -211,7 +211,7 @@ class StatefulOptimizer(Optimizer):
 
         def check(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
             check_structure(state_dict)
-            given.update(_part.for_each_param(state_dict, self._all_params(), _local_state))
+            given.update(_part.for_each_param(state_dict, self._all_params(), _part.as_local_state))
             given["param_groups"] = [self._with_own(index, group) for index, group in enumerate(given["param_groups"])]
             plainly(check_states, given, self._all_params())
             for index, (own, new) in enumerate(zip(own_groups, given["param_groups"], strict=False)):
@@ -263,7 +263,3 @@ class StatefulOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
             return super().__getstate__() | {"_is_complete": True}
-
-
-def _local_state(state: State, param: Tensor) -> State:
-    return _part.as_local_state(tidied(state), param)

@@ -63,26 +63,17 @@ except ImportError:
     FakeTensor = None  # type: ignore[assignment,misc]
 
 try:
-    from torch.utils._python_dispatch import _disable_current_modes as without_modes
+    from torch.utils._python_dispatch import _disable_current_modes
 except ImportError:
-    without_modes = contextlib.nullcontext  # type: ignore[assignment]
+    _disable_current_modes = contextlib.nullcontext  # type: ignore[assignment]
+
+without_modes: Any = _disable_current_modes
 
 _call_plainly: Any = torch._C._disabled_torch_function_impl
 
 # What torch.compile neither traces nor changes. ``torch.compiler.disable`` does the same, but imports the compiler at
 # once, 0.9 s of work that torch leaves to the first optimizer that is made.
 never_compiled: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)
-
-__all__ = [
-    "indices_of",
-    "is_traced",
-    "is_wrapped",
-    "never_compiled",
-    "note_writes",
-    "values_of",
-    "without_modes",
-    "writes_to",
-]
 
 
 # Optimizer.step

@@ -110,11 +110,3 @@ def test_zero_and_numbers_of_numpy_are_in_range() -> None:
     found = optimizer.state_dict()
     assert (found["lr"], found["betas"], found["eps"], found["weight_decay"]) == (0.5, (0.5, 0.25), 1e-3, 2.0)
     assert type(optimizer.lr) is type(found["weight_decay"]) is float
-
-
-def test_an_unknown_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROWSTEP_BACKEND", "cuda")
-    optimizer = Adam()
-    with pytest.raises(ValueError, match="ROWSTEP_BACKEND is 'cuda'; expected 'numba' or 'reference'"):
-        optimizer.step("w", np.ones(2), np.ones(2))
-    assert optimizer.state_dict()["state"] == {}

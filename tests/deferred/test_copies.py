@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -135,15 +134,6 @@ def test_a_model_outlives_its_optimizer() -> None:
     state = twins.model.state_dict()
     assert distance(state["users.weight"], twins.twin.users.weight) <= BAR
     assert type(copy.deepcopy(twins.model).users) is nn.Embedding
-
-
-def test_optimizers_do_not_pile_up() -> None:
-    """Neither the model nor the package keeps an optimizer that nothing else uses once the model is gone."""
-    twins = waiting()
-    gone = weakref.ref(twins.ours)
-    del twins
-    gc.collect()
-    assert gone() is None
 
 
 def test_a_second_optimizer_of_torchs_takes_over() -> None:

@@ -109,17 +109,6 @@ def test_nested_modules_that_share_a_weight_and_several_lookups() -> None:
     twins.assert_same()
 
 
-def test_no_gradient_is_no_step() -> None:
-    twins = Twins(embedding())
-    twins.each(lambda model, optimizer: optimizer.step())
-    assert not twins.ours.state
-    twins.run(3, rows=40)
-    twins.each(lambda model, optimizer: (optimizer.zero_grad(), optimizer.step(), optimizer.step()))
-    assert twins.ours.state[twins.model.weight]["step"] == 3
-    twins.run(3, rows=40)
-    twins.assert_same()
-
-
 def test_a_parameter_without_dimensions() -> None:
     param = table(dtype=torch.float64)
     twin = copy_of(param)

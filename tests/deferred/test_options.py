@@ -1,4 +1,4 @@
-"""Options in groups, schedulers, options that change in the middle of a run, and what is refused with which words."""
+"""An lr that is a tensor, options and loaded states that cannot be deferred, and a state that can."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from rowstep import DeferredAdam, DeferredAdamW
+from rowstep import DeferredAdam, DeferredAdamW, SparseAdam
+from tests.helpers.copies import through_a_file
 from tests.helpers.deferred_cases import Twins, distance, embedding, optimizers, with_dense_gradients, zipf
-from tests.helpers.gradients import table
+from tests.helpers.gradients import Snapshot, rows_of, step_with, table
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -41,27 +42,6 @@ def test_a_float32_tensor_as_lr() -> None:
     assert distance(model.weight, twin.weight) <= 30 * 0.01 * 1.2e-7
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"betas": (0.5, 0.99)},
-        {"betas": (0.0, 1e-9)},
-        {"maximize": True},
-        {"betas": (0.95, 0.999), "eps": 1e-6, "lr": 0.02, "weight_decay": 1.0},
-    ],
-    ids=str,
-)
-def test_options_that_change_in_the_middle_of_a_run(change: dict[str, Any]) -> None:
-    twins = Twins(embedding())
-    twins.run(20, rows=40)
-    before = {key: twins.ours.param_groups[0][key] for key in change}
-    twins.set(**change)
-    twins.run(20, rows=40)
-    twins.set(**before)
-    twins.run(20, rows=40)
-    twins.assert_same()
-
-
 REFUSED: list[tuple[type[DeferredAdam], dict[str, Any], str]] = [
     (DeferredAdam, {"betas": (0.95, 0.9)}, r"Invalid betas: \(0.95, 0.9\).*beta1 < sqrt\(beta2\).*torch\.optim\.Adam"),
     (DeferredAdamW, {"betas": (0.9999, 0.99999)}, r"would act for \d+ steps"),
@@ -85,3 +65,31 @@ def test_options_that_cannot_be_deferred_are_refused(
     with pytest.raises(ValueError, match=message):
         optimizer.add_param_group(groups[1])
     assert len(optimizer.param_groups) == 1
+
+
+def test_a_state_that_cannot_be_deferred_is_refused_and_nothing_has_changed() -> None:
+    twins = Twins(embedding(), lr=0.01)
+    twins.run(16, rows=40)
+    twins.ours.flush()
+    before = Snapshot(twins.ours)
+    adam = torch.optim.Adam(twins.twin.parameters(), weight_decay=0.1)
+    with pytest.raises(ValueError, match=r"in group 0 of the loaded state; expected 0, because L2.*Use DeferredAdamW"):
+        twins.ours.load_state_dict(adam.state_dict())
+    adam = torch.optim.Adam(twins.twin.parameters(), betas=(0.99, 0.9))
+    with pytest.raises(ValueError, match=r"Invalid betas: \(0.99, 0.9\) in group 0 of the loaded state"):
+        twins.ours.load_state_dict(adam.state_dict())
+    before.assert_unchanged()
+    twins.run(5, rows=40)
+    twins.assert_same()
+
+
+def test_a_state_of_sparse_adam_goes_on() -> None:
+    param = table(6, 2)
+    first = SparseAdam([param])
+    step_with(first, param, rows_of(param, [1, 2]))
+    second = DeferredAdam([param])
+    second.load_state_dict(through_a_file(first.state_dict()))
+    second.catch_up(param, torch.tensor([2, 3]))
+    step_with(second, param, rows_of(param, [2, 3]))
+    assert second.state[param]["step"] == 2
+    second.flush()

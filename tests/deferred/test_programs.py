@@ -43,17 +43,19 @@ def test_a_program_gets_dense_adams_numbers(program: Program) -> None:
 
 
 @program
-def lookups_by_function(run: Run) -> Iterator[Tensor]:
-    weight = run.table.weight
-    optimizer = run.make([weight])
+def lookups_in_every_way(run: Run) -> Iterator[Tensor]:
+    """By functions, by a functional call, and where activations are computed again."""
+    table = run.table
+    optimizer = run.make(table.parameters())
+    ways: list[Callable[[Tensor], Any]] = [
+        lambda ids: functional.embedding(ids, table.weight, sparse=run.sparse),
+        lambda ids: functional.embedding_bag(ids[:, None], table.weight, mode="sum", sparse=run.sparse),
+        lambda ids: torch.func.functional_call(table, dict(table.named_parameters()), (ids,)),
+        lambda ids: checkpoint(lambda ids: table(ids).sin(), ids, use_reentrant=False),
+    ]
     for step in range(STEPS):
-        if step % 2:
-            yield run.train(lambda ids: functional.embedding(ids, weight, sparse=run.sparse), optimizer)
-        else:
-            yield run.train(
-                lambda ids: functional.embedding_bag(ids[:, None], weight, mode="sum", sparse=run.sparse), optimizer
-            )
-    yield weight
+        yield run.train(ways[step % 4], optimizer)
+    yield table.weight
 
 
 @program
@@ -70,35 +72,23 @@ def named_parameters_in_groups(run: Run) -> Iterator[Tensor]:
 
 
 @program
-def rows_normalised_after_each_batch(run: Run) -> Iterator[Tensor]:
-    """As LibKGE does: new data in the old parameter."""
-    optimizer = run.make(run.table.parameters())
-    for _ in range(STEPS):
-        run.train(run.table, optimizer)
-        run.table.weight.data = functional.normalize(run.table.weight.data, dim=-1)
-    yield run.table.weight
-
-
-@program
-def rows_set_in_place(run: Run) -> Iterator[Tensor]:
-    optimizer = run.make(run.table.parameters())
-    for step in range(STEPS):
-        run.train(run.table, optimizer)
-        with torch.no_grad():
-            run.table.weight[step % ROWS] = 0.5
-            run.table.weight.data[(step + 3) % ROWS] *= 2
-    yield run.table.weight
-
-
-@program
-def rows_initialised_again(run: Run) -> Iterator[Tensor]:
+def rows_written_between_steps(run: Run) -> Iterator[Tensor]:
+    """New data in the old parameter, as LibKGE has it, rows set in place, and all of them initialised again."""
     optimizer = run.make(run.table.parameters())
     for step in range(STEPS):
         yield run.train(run.table, optimizer)
-        if step % 20 == 10:
-            nn.init.xavier_uniform_(run.table.weight)
-        if step % 20 == 15:
-            run.table.reset_parameters()
+        match step % 20:
+            case 3 | 4:
+                run.table.weight.data = functional.normalize(run.table.weight.data, dim=-1)
+            case 7 | 8:
+                with torch.no_grad():
+                    run.table.weight[step % ROWS] = 0.5
+            case 11 | 12:
+                run.table.weight.data[(step + 3) % ROWS] *= 2
+            case 15:
+                nn.init.xavier_uniform_(run.table.weight)
+            case 19:
+                run.table.reset_parameters()
     yield run.table.weight
 
 
@@ -185,25 +175,6 @@ def another_dtype_and_back(run: Run) -> Iterator[Tensor]:
         run.table.to(torch.float64).cpu()
         yield run.table.weight
     yield copy.deepcopy(run.table).half().weight
-
-
-@program
-def functional_calls(run: Run) -> Iterator[Tensor]:
-    optimizer = run.make(run.table.parameters())
-    for _ in range(STEPS):
-        params: dict[str, Tensor] = dict(run.table.named_parameters())
-        yield run.train(lambda ids: torch.func.functional_call(run.table, params, (ids,)), optimizer)  # noqa: B023
-    yield run.table.weight
-
-
-@program
-def checkpointed_activations(run: Run) -> Iterator[Tensor]:
-    out = nn.Linear(WIDTH, 2, dtype=torch.float64)
-    model = nn.Sequential(run.table, out)
-    optimizer = run.make(model.parameters())
-    for _ in range(STEPS):
-        yield run.train(lambda ids: checkpoint(model, ids, use_reentrant=False), optimizer)
-    yield run.table.weight
 
 
 @program

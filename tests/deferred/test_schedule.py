@@ -9,9 +9,8 @@ import math
 from decimal import Decimal, localcontext
 
 import numpy as np
-import pytest
 
-from rowstep._schedule import UNSAFE_UP_TO, Path, Schedule
+from rowstep._schedule import Path, Schedule
 from tests.helpers.deferred_cases import LONG
 
 
@@ -66,17 +65,3 @@ def assert_same(schedule: Schedule, expected: Schedule) -> None:
     for start in (since[0], since[-1]):
         for found, other in zip(schedule.terms(start), expected.terms(start), strict=True):
             assert np.array_equal(found, other)
-
-
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.9), (0.5, 0.3)])
-def test_the_compiled_window_is_the_one_in_numpy(betas: tuple[float, float]) -> None:
-    from rowstep._backends import numba as compiled
-
-    plain, other = (Path(betas, 1e-8, amsgrad=False, step=0, tolerance=1e-9).begin() for _ in range(2))
-    for step in range(600):
-        lr = 0.1 * (1 + step % 3) if step % 50 else 0.0
-        plain, other = plain.advanced(lr, 0.01), other.advanced(lr, 0.01, compiled)
-    # What is left where nearly equal numbers are subtracted is not the same to the last digit.
-    found, expected = other._window.table, plain._window.table
-    np.testing.assert_allclose(found[:, :UNSAFE_UP_TO], expected[:, :UNSAFE_UP_TO], rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(found[:, UNSAFE_UP_TO], expected[:, UNSAFE_UP_TO], rtol=1e-2)

@@ -1,4 +1,4 @@
-"""Models with rows that wait that are scripted, parametrized, normalised, converted, or hold their own optimizer."""
+"""Models with rows that wait under what torch does to modules: compiled, scripted, parametrized, converted, copied."""
 
 from __future__ import annotations
 
@@ -14,18 +14,66 @@ from torch.nn.utils import parametrize
 
 from rowstep import StaleRowsError
 from tests.helpers.copies import objects_through_a_file, pickled
-from tests.helpers.deferred_cases import BAR, Twins, distance, embedding, in_memory, waiting
+from tests.helpers.deferred_cases import BAR, Forward, distance, embedding, in_memory, waiting
 
 pytestmark = pytest.mark.usefixtures("backend")
 
 IDS = torch.tensor([1, 2, 30])
 
 
-def network(table: nn.Module | None = None) -> nn.Sequential:
-    return nn.Sequential(embedding() if table is None else table, nn.Linear(3, 2, dtype=torch.float64))
+def network() -> nn.Sequential:
+    return nn.Sequential(embedding(), nn.Linear(3, 2, dtype=torch.float64))
 
 
-# Scripts, traces and graphs
+# Compilers, scripts, traces
+
+
+def through(ways: dict[nn.Module, Any], batch: Tensor) -> Forward:
+    return lambda model: ways[model](batch)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")  # inductor's
+def test_a_compiled_model(compiler: str, backend: str) -> None:
+    if compiler == "inductor" and backend == "reference":
+        pytest.skip("compiling takes seconds, and the model does not know the backend")
+    torch.compiler.reset()
+    twins = waiting(network())
+    compiled: Any = torch.compile(twins.model, backend=compiler)
+    try:
+        compiled(IDS)
+    except Exception as error:
+        if compiler == "inductor":
+            pytest.skip(f"inductor cannot compile here: {type(error).__name__}")
+        raise
+    for step in range(12):
+        batch = torch.tensor([step % 5, 5 + step % 7, 39 - step])
+        twins.step(through({twins.model: compiled, twins.twin: twins.twin}, batch))
+    twins.assert_same()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+def test_an_exported_model() -> None:
+    twins = waiting(network())
+    exported = torch.export.export(twins.model.eval(), (IDS,)).module()
+    assert distance(exported(IDS), twins.twin(IDS)) <= BAR
+    twins.model.train()
+    twins.run(1, rows=20)
+    twins.assert_same()
+
+
+def test_a_lookup_under_vmap() -> None:
+    twins = waiting(network())
+    batch = torch.arange(40).reshape(10, 4)
+    reads = [torch.func.vmap(model)(batch) for model in (twins.model, twins.twin)]
+    assert distance(*reads) <= BAR
+    twins.run(1, rows=20)
+    twins.assert_same()
+
+
+def test_a_copy_without_memory() -> None:
+    model = copy.deepcopy(waiting(network()).model).to("meta")
+    assert model(IDS.to("meta")).shape == (3, 2)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch.jit's own
@@ -71,8 +119,10 @@ class Doubled(nn.Module):
         return 2 * table
 
 
-def assert_alike_through_a_parametrization(twins: Twins) -> None:
-    """Whether the table is saved, looked up, read, or copied, after steps each time."""
+def test_a_table_that_is_parametrized_while_rows_wait() -> None:
+    twins = waiting(embedding())
+    twins.each(lambda model, _: parametrize.register_parametrization(model, "weight", Doubled()))
+    # Whether the table is saved, looked up, read, or copied, after steps each time.
     whole = torch.arange(40)
     twins.run(5, rows=20)
     one, other = twins.model.state_dict(), twins.twin.state_dict()
@@ -84,12 +134,6 @@ def assert_alike_through_a_parametrization(twins: Twins) -> None:
     assert distance(twins.model.weight, twins.twin.weight) <= BAR
     twins.run(5, rows=20)
     assert distance(copy.deepcopy(twins.model).weight, twins.twin.weight) <= BAR
-
-
-def test_a_table_that_is_parametrized_while_rows_wait() -> None:
-    twins = waiting(embedding())
-    twins.each(lambda model, _: parametrize.register_parametrization(model, "weight", Doubled()))
-    assert_alike_through_a_parametrization(twins)
     twins.each(lambda model, _: parametrize.remove_parametrizations(model, "weight", leave_parametrized=True))
     assert type(copy.deepcopy(twins.model)) is nn.Embedding
     twins.run(5, rows=20)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import rowstep
 from rowstep.distributed import ShardedEmbedding
@@ -23,8 +24,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def trained(rank: int | None, name: str, options: dict[str, Any], is_sharded: bool) -> tuple[Tensor, list[Tensor]]:
-    """The table and the layers after some steps; the batch is the same on every rank."""
+LIMIT = 0.5
+
+
+def trained(rank: int | None, name: str, options: dict[str, Any], is_sharded: bool) -> tuple[list[Tensor], list[float]]:
+    """The table and the layers after some steps, and the norm of each; the batch is the same on every rank."""
     torch.manual_seed(0)
     table: Any = nn.Embedding(50, 8, sparse=True, dtype=torch.float64)
     layers: Any = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)).double()
@@ -33,27 +37,29 @@ def trained(rank: int | None, name: str, options: dict[str, Any], is_sharded: bo
         if is_sharded:
             table = ShardedEmbedding.from_embedding(table)
     optimizer: Any = getattr(rowstep, name)([*table.parameters(), *layers.parameters()], lr=0.01, **options)
-    generator = torch.Generator().manual_seed(1)
+    generator, norms = torch.Generator().manual_seed(1), []
     for step in range(12):
         ids = torch.randint(0, 50, (6,), generator=generator)
         optimizer.zero_grad()
         torch.autograd.backward(layers(table(ids)).square().mean())
-        rowstep.clip_grad_norm_([*table.parameters(), *layers.parameters()], 1.0)
+        norm: Any = rowstep.clip_grad_norm_([*table.parameters(), *layers.parameters()], LIMIT)
+        norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
         optimizer.step()
         if step == 7:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     if rank is None:
-        return table.weight.detach(), [param.detach() for param in layers.parameters()]
+        return [table.weight.detach(), *(param.detach() for param in layers.parameters())], norms
     whole = table.to_embedding() if is_sharded else table
-    return whole.weight.detach().clone(), [param.full_tensor().detach() for param in layers.parameters()]
+    return [whole.weight.detach().clone(), *(param.full_tensor().detach() for param in layers.parameters())], norms
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
-def test_layers_under_fsdp_step_beside_tables(
+def test_layers_under_fsdp_are_clipped_and_step_beside_tables(
     ranks: Ranks, name: str, options: dict[str, Any], is_sharded: bool
 ) -> None:
     expected = trained(None, name, options, is_sharded)
+    assert min(expected[1]) < LIMIT < max(expected[1])
     for found in ranks.run(2, trained, name, options, is_sharded):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 

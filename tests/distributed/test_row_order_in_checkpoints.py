@@ -6,7 +6,6 @@ model's, so torch's loaders cannot take the one for the other.
 
 from __future__ import annotations
 
-import io
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -35,6 +34,7 @@ from rowstep import distributed
 from rowstep._layout import RowOrder
 from rowstep._part import ROW_ORDER, part_of
 from rowstep.distributed import ShardedEmbedding
+from tests.helpers.copies import through_a_file
 from tests.helpers.ranks import Ranks
 
 FULL = StateDictOptions(full_state_dict=True)
@@ -137,10 +137,7 @@ def full_optimizer_state(side: Side) -> Any:
         number: {key: slot.full_tensor() if isinstance(slot, DTensor) else slot for key, slot in state.items()}
         for number, state in saved["state"].items()
     }
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+    return through_a_file(saved)
 
 
 def take_all_routes(rank: int, rows: int, width: int, kind: Kind, path: Path, to_plain: bool) -> dict[str, str]:

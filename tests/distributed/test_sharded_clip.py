@@ -10,9 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import rowstep
 from rowstep.distributed import ShardedEmbedding, ShardedEmbeddingBag
@@ -147,32 +144,3 @@ def test_ranks_without_gradients_and_tables_of_different_groups(
     ranks: Ranks, count: int, program: Callable[[int], None]
 ) -> None:
     ranks.run(count, program)
-
-
-# Dense layers under FSDP2, whose gradients are DTensors
-
-
-def clip_beside(rank: int | None, table: str, max_norm: float) -> tuple[float, list[Tensor]]:
-    """The norm and the clipped gradients of the layers. The batch is the same on every rank."""
-    torch.manual_seed(0)
-    plain = nn.Embedding(9, 4, sparse=True, dtype=torch.float64)
-    layers: Any = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(3)))
-    beside: Any = ShardedEmbedding.from_embedding(plain) if table == "sharded" and rank is not None else plain
-    if rank is not None:
-        fully_shard(layers, mesh=init_device_mesh("cpu", (2,)))
-    rows = torch.ones(3, 4, dtype=torch.float64) if table == "none" else beside(torch.tensor([1, 2, 2]))
-    torch.autograd.backward((100 * layers(rows)).square().sum())
-    norm: Any = rowstep.clip_grad_norm_([*beside.parameters(), *layers.parameters()], max_norm)
-    grads = [param.grad for param in layers.parameters()]
-    if table == "plain":
-        grads.append(beside.weight.grad.to_dense())
-    norm, *grads = (each.full_tensor() if isinstance(each, DTensor) else each for each in (norm, *grads))
-    return float(norm), grads
-
-
-@pytest.mark.parametrize(("table", "max_norm"), [("none", 0.01), ("plain", 0.01), ("sharded", 0.01), ("sharded", 1e9)])
-def test_gradients_under_fsdp_are_clipped(ranks: Ranks, table: str, max_norm: float) -> None:
-    norm, expected = clip_beside(None, table, max_norm)
-    for found_norm, found in ranks.run(2, clip_beside, table, max_norm):
-        assert found_norm == pytest.approx(norm, rel=1e-12)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)

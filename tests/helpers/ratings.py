@@ -95,20 +95,17 @@ class Rivals(NamedTuple):
 
     def assert_learn_alike(
         self,
-        train: Callable[[Taste, Make], Taste | None],
+        train: Callable[[Taste, Make], None],
         *,
         tolerance: float | None = 1e-9,
         dtype: torch.dtype = torch.float64,
     ) -> None:
-        """Train a model with each. Both must end better by a quarter, and the same, unless ``tolerance`` is None.
-
-        ``train`` gets a model and what makes its optimizer, and returns the model to look at if it is another one.
-        """
+        """Train a model with each. Both must end better by a quarter, and the same, unless ``tolerance`` is None."""
         trained: list[Taste] = []
         for make, sparse in ((self.ours, True), (self.theirs, self.sparse)):
             model = Taste(sparse=sparse, dtype=dtype)
             before = model.error()
-            model = train(model, make) or model
+            train(model, make)
             assert model.error() < 0.75 * before
             trained.append(model)
         if tolerance is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -106,6 +106,41 @@ def assert_on_its_way(run: Run, expected: list[list[Trajectory]], of: int = 4) -
     for ways, result in list(zip(expected, run.results(), strict=True))[:of]:
         count = int(result["step"])
         assert any(_is_same(result, way[count]) for way in ways if count in way), (count, result)
+
+
+def assert_steps_survive(name: str, disturbed: Iterable[Run]) -> None:
+    """After a step in which something happened, a parameter has taken it or has not; and the run goes on."""
+    expected, start, taken = trajectories(name, 3), Run(name).counts(), set()
+    for run in disturbed:
+        after = run.counts()
+        assert all(count in (before, before + 1) for before, count in zip(start, after, strict=True))
+        taken.add(tuple(after))
+        assert_on_its_way(run, expected, of=2)
+        run.step()
+        run.step()
+        assert_on_its_way(run, expected, of=2)
+    assert len(taken) >= 2  # it happened before and after the count
+
+
+def besides_steps(run: Run) -> dict[str, Callable[[], object]]:
+    """What a deferred optimizer does between its steps."""
+    optimizer = run.optimizer
+    return {
+        "flush": optimizer.flush,
+        "state_dict": optimizer.state_dict,
+        "catch_up": lambda: optimizer.catch_up(run.params[0], torch.tensor([5, 0, 5])),
+        "eps": lambda: optimizer.param_groups[0].update(eps=1e-8) or optimizer.flush(),  # the same, as another object
+        "load_state_dict": lambda: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    }
+
+
+def assert_waiting_survives(disturbed: Iterable[Run]) -> None:
+    """After something happened between the steps of "decayed", tables are where they were, and the run goes on."""
+    expected = trajectories("decayed", 2)
+    for run in disturbed:
+        assert_on_its_way(run, expected, of=2)
+        run.step()
+        assert_on_its_way(run, expected, of=2)
 
 
 def _is_same(result: dict[str, Tensor], known: dict[str, Tensor]) -> bool:

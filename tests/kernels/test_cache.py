@@ -54,12 +54,6 @@ def files(directory: Path) -> list[Path]:
     return sorted(directory.iterdir()) if directory.exists() else []
 
 
-def test_a_kernel_is_compiled_once(directory: Path) -> None:
-    assert not was_on_disk(new_process())
-    assert was_on_disk(new_process())
-    assert len(files(directory)) == 1
-
-
 def cut_to(size: int) -> Callable[[bytes], bytes]:
     return lambda content: content[:size]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from typing import Any
 
@@ -145,25 +144,3 @@ def test_the_number_of_threads_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -
                 optimizer.step()
             results.append([param.detach(), *optimizer.state_dict()["state"][0].values()])
         assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("kind", [SparseAdam, DeferredAdamW])
-def test_a_run_that_is_resumed_goes_on_with_the_same_bits(kind: Any) -> None:
-    for seed, dtype in ((0, torch.float32), (2**63 - 1, torch.bfloat16)):
-        options: dict[str, Any] = {"state_dtype": torch.bfloat16, "seed": seed, "lr": 0.01}
-        if dtype == torch.bfloat16:
-            options["stochastic_rounding"] = True
-        torch.manual_seed(0)
-        param = nn.Parameter(torch.randn(50, 4).to(dtype))
-        optimizer = kind([param], **options)
-        run(optimizer, param, range(10))
-        saved, weights = copy.deepcopy(optimizer.state_dict()), param.detach().clone()
-        resumed = nn.Parameter(weights)
-        other = kind([resumed], lr=0.5)
-        other.load_state_dict(saved)
-        assert other.param_groups[0]["seed"] == seed
-        assert other.state[resumed]["exp_avg"].dtype == torch.bfloat16
-        run(optimizer, param, range(10, 20))
-        run(other, resumed, range(10, 20))
-        assert torch.equal(param, resumed)

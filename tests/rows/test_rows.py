@@ -8,43 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import Embedding
 
-from rowstep import DeferredAdam, DeferredAdamW, SparseAdam, select_rows_
+from rowstep import SparseAdam, select_rows_
 from tests.helpers.gradients import Snapshot, rows_of, step_with, table
 
 pytestmark = pytest.mark.usefixtures("backend")
-
-Optimizer = SparseAdam | DeferredAdam
-MAKERS: dict[str, Callable[[Embedding], Optimizer]] = {
-    "SparseAdam": lambda module: SparseAdam(module.parameters(), lr=0.1),
-    "SparseAdam-row-amsgrad": lambda module: SparseAdam(module.parameters(), 0.1, bias_correction="row", amsgrad=True),
-    "DeferredAdam": lambda module: DeferredAdam(module, lr=0.1),
-    "DeferredAdamW-amsgrad": lambda module: DeferredAdamW(module, lr=0.1, amsgrad=True, weight_decay=0.1),
-}
-
-
-@pytest.mark.parametrize("make", MAKERS.values(), ids=list(MAKERS))
-def test_reset_rows_are_new_to_the_optimizer(make: Callable[[Embedding], Optimizer]) -> None:
-    """How rows go on that are moved or kept is in the histories of test_model_based, for all optimizers."""
-    module = Embedding(20, 3, sparse=True, dtype=torch.float64)
-    optimizer = make(module)
-
-    def train(steps: int) -> None:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            (module(torch.randint(20, (6,))) - torch.randn(6, 3, dtype=torch.float64)).pow(2).sum().backward()
-            optimizer.step()
-
-    train(20)
-    before = module.weight.detach().clone()  # which brings rows up to date
-    optimizer.reset_rows(module.weight, torch.tensor([3, 7]))
-    assert torch.equal(module.weight, before)
-    for key, tensor in optimizer.state[module.weight].items():
-        if key != "step":
-            assert not tensor[[3, 7]].any()
-            assert tensor[0].any()
-    train(5)
 
 
 def test_new_rows_are_what_a_function_makes_of_them() -> None:

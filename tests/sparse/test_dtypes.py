@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -35,32 +37,30 @@ def between_all_patterns(dtype: torch.dtype) -> Tensor:
     return torch.cat([below.float(), halfway, *beside, extremes, nans, -nans])
 
 
-def assert_same_numbers(left: Tensor, right: Tensor) -> None:
-    """The same bits, but any NaN for a NaN."""
-    assert torch.equal(left.isnan(), right.isnan())
-    assert same_bits(left.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf),
-                     right.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))  # fmt: skip
-
-
-def first_moment_of(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a state in ``dtype`` makes of these values: with both betas 0 the first moment is the gradient."""
-    param = Parameter(torch.zeros(len(values), 1, dtype=dtype))
-    optimizer = SparseAdam([param], betas=(0.0, 0.0))
-    step_with(optimizer, param, sparse([range(len(values))], values.unsqueeze(1), param.shape))
-    moment: Tensor = optimizer.state[param]["exp_avg"].squeeze(1)
-    return moment
-
-
+@pytest.mark.parametrize("numbers", [all_patterns, between_all_patterns])
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS)
-def test_storing_rounds_to_the_nearest_and_ties_to_even(dtype: torch.dtype) -> None:
-    numbers = between_all_patterns(dtype)
-    assert_same_numbers(first_moment_of(numbers, dtype), (numbers + 0).to(dtype))
+def test_storing_rounds_to_the_nearest_and_ties_to_even(
+    dtype: torch.dtype, numbers: Callable[[torch.dtype], Tensor]
+) -> None:
+    """The first are a gradient of 16 bits, all of which are stored as they are; the others one of float32."""
+    gradient = numbers(dtype)
+    param = Parameter(torch.zeros(len(gradient), 1, dtype=dtype))
+    optimizer = SparseAdam([param], betas=(0.0, 0.0))  # the first moment is then the gradient
+    step_with(optimizer, param, sparse([range(len(gradient))], gradient.unsqueeze(1), param.shape))
+    stored, expected = optimizer.state[param]["exp_avg"].squeeze(1), (gradient + 0).to(dtype)
+    assert torch.equal(stored.isnan(), expected.isnan())
+    assert same_bits(stored[~stored.isnan()], expected[~stored.isnan()])
 
 
-@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
-def test_every_pattern_of_a_gradient_is_read_and_stored_as_it_is(dtype: torch.dtype) -> None:
-    numbers = all_patterns(dtype)
-    assert_same_numbers(first_moment_of(numbers, dtype), numbers + 0)
+@pytest.mark.parametrize(
+    ("dtype", "addends", "total"),
+    [(torch.bfloat16, [1.0] * 1000, 1000.0), (torch.float16, [60000.0, 60000.0, -60000.0, -60000.0, 3.0], 3.0)],
+)
+def test_duplicates_are_summed_in_float32(dtype: torch.dtype, addends: list[float], total: float) -> None:
+    param = Parameter(torch.zeros(2, 1, dtype=dtype))
+    optimizer = SparseAdam([param], betas=(0.0, 0.0), nonfinite="raise")
+    step_with(optimizer, param, rows_of(param, [1] * len(addends), torch.tensor(addends)))
+    assert optimizer.state[param]["exp_avg"].flatten().tolist() == [0.0, total]
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS)
@@ -86,20 +86,6 @@ def test_each_step_is_closer_to_float64_than_torchs(dtype: torch.dtype) -> None:
                 other.copy_(results[0])
     for ours_off, theirs_off in error.values():
         assert ours_off < theirs_off
-
-
-def test_bfloat16_duplicates_are_summed_in_float32() -> None:
-    param = Parameter(torch.zeros(2, 1, dtype=torch.bfloat16))
-    optimizer = SparseAdam([param], betas=(0.0, 0.0))
-    step_with(optimizer, param, rows_of(param, [1] * 1000, 1.0))
-    assert optimizer.state[param]["exp_avg"].flatten().tolist() == [0.0, 1000.0]
-
-
-def test_float16_duplicates_may_pass_through_what_float16_cannot_hold() -> None:
-    param = Parameter(torch.zeros(2, 1, dtype=torch.float16))
-    optimizer = SparseAdam([param], betas=(0.0, 0.0), nonfinite="raise")
-    step_with(optimizer, param, rows_of(param, [1] * 5, torch.tensor([60000.0, 60000.0, -60000.0, -60000.0, 3.0])))
-    assert optimizer.state[param]["exp_avg"].flatten().tolist() == [0.0, 3.0]
 
 
 def test_the_default_eps_is_not_zero_for_float16() -> None:

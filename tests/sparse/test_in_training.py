@@ -1,7 +1,7 @@
-"""Training as people do it with nothing but torch: schedulers, scaled losses, clipping, averaged weights.
+"""Training as people do it with nothing but torch: schedulers, scaled losses, clipping, autocast.
 
-Each run ends better than it began, and as the same run with torch's optimizer. Compiled models
-have their tests in test_models.py and deferred/test_tracing.py, accumulated gradients in deferred/test_programs.py.
+Each run ends better than it began, and as the same run with torch's optimizer. Compiled models have their tests in
+deferred/test_wrapped.py, accumulated gradients and averaged weights in deferred/test_programs.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import Optimizer, lr_scheduler, swa_utils
+from torch.optim import Optimizer, lr_scheduler
 
 import rowstep
 from rowstep import DeferredAdam, DeferredAdamW, SparseAdam
@@ -117,28 +117,3 @@ def test_autocast(rivals: Rivals) -> None:
             optimizer.step()
 
     rivals.assert_learn_alike(train, dtype=torch.float32, tolerance=None)
-
-
-AVERAGES: dict[str, Any] = {
-    "EMA": swa_utils.get_ema_multi_avg_fn(0.9),  # type: ignore[no-untyped-call]
-    "SWA": swa_utils.get_swa_multi_avg_fn(),  # type: ignore[no-untyped-call]
-}
-
-
-@pytest.mark.parametrize(("rivals", "name"), [("SparseAdam", "SWA"), ("DeferredAdamW", "EMA")], indirect=["rivals"])
-def test_averaged_weights(rivals: Rivals, name: str) -> None:
-    def train(model: Taste, make: Make) -> Taste:
-        optimizer = make(model)
-        averaged = swa_utils.AveragedModel(model, multi_avg_fn=AVERAGES[name])
-        for number, batch in enumerate(batches(2 * STEPS)):
-            optimizer.zero_grad()
-            model.loss(*batch).backward()
-            optimizer.step()
-            if number >= STEPS and number % 4 == 0:
-                averaged.update_parameters(model)
-        assert averaged.n_averaged == STEPS // 4
-        result: Any = averaged.module
-        assert isinstance(result, Taste)
-        return result
-
-    rivals.assert_learn_alike(train)

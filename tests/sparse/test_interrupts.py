@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import signal
 from collections.abc import Callable
@@ -12,51 +11,35 @@ import torch
 
 from rowstep._waiting import Waiting
 from tests.helpers.interrupts import Interrupter, interrupted, lines_of
-from tests.helpers.whole_steps import OPTIONS, Run, assert_on_its_way, trajectories
+from tests.helpers.whole_steps import (
+    OPTIONS,
+    Run,
+    assert_on_its_way,
+    assert_steps_survive,
+    assert_waiting_survives,
+    besides_steps,
+    trajectories,
+)
 
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_interrupt_at_any_line_of_a_step(name: str) -> None:
-    expected = trajectories(name, 3)
-    start = Run(name).counts()
-
     def prepare() -> tuple[Run, Callable[[], None]]:
         run = Run(name)
         return run, run.step
 
-    taken = set()
-    for run in interrupted(prepare):
-        after = run.counts()
-        assert all(count in (before, before + 1) for before, count in zip(start, after, strict=True))
-        taken.add(tuple(after))
-        assert_on_its_way(run, expected, of=2)
-        run.step()
-        run.step()
-        assert_on_its_way(run, expected, of=2)
-    assert len(taken) >= 2  # interrupts before and after the count
+    assert_steps_survive(name, interrupted(prepare))
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("action", ["flush", "state_dict", "catch_up", "load_state_dict", "betas"])
+@pytest.mark.parametrize("action", ["flush", "state_dict", "catch_up", "eps", "load_state_dict"])
 def test_an_interrupt_at_any_line_of_what_a_deferred_optimizer_does_besides(action: str) -> None:
-    expected = trajectories("decayed", 2)
-
     def prepare() -> tuple[Run, Callable[[], object]]:
         run = Run("decayed")
-        actions: dict[str, Callable[[], object]] = {
-            "flush": run.optimizer.flush,
-            "state_dict": run.optimizer.state_dict,
-            "catch_up": lambda: run.optimizer.catch_up(run.params[0], torch.tensor([5, 0, 5])),
-            "load_state_dict": lambda: run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict())),
-            "betas": lambda: run.optimizer.param_groups[0].update(eps=1e-8) or run.optimizer.flush(),
-        }
-        return run, actions[action]
+        return run, besides_steps(run)[action]
 
-    for run in interrupted(prepare):
-        assert_on_its_way(run, expected, of=2)
-        run.step()
-        assert_on_its_way(run, expected, of=2)
+    assert_waiting_survives(interrupted(prepare))
 
 
 @pytest.mark.usefixtures("backend")

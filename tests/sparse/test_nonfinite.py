@@ -16,17 +16,6 @@ pytestmark = pytest.mark.usefixtures("backend")
 NONFINITE = [float("nan"), float("inf"), float("-inf")]
 
 
-def test_propagate_steps_the_row_as_torch_does() -> None:
-    ours = table(5, 3)
-    theirs = copy_of(ours)
-    values = torch.tensor([[1.0, torch.nan, 1.0], [1.0, 1.0, 1.0], [torch.inf, 1.0, 1.0]])
-    grad = rows_of(ours, [1, 2, 4], values)
-    step_with(SparseAdam([ours]), ours, grad)
-    step_with(torch.optim.SparseAdam([theirs]), theirs, grad)
-    torch.testing.assert_close(ours, theirs, equal_nan=True)
-    assert ours.isnan().sum() == 2
-
-
 @pytest.mark.parametrize("bad", NONFINITE)
 @pytest.mark.parametrize("bias_correction", ["global", "row"])
 def test_skip_leaves_the_row_and_counts_it(bad: float, bias_correction: str) -> None:

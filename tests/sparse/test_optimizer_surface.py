@@ -38,17 +38,6 @@ def test_the_signature_begins_as_torchs_and_goes_on_with_keywords() -> None:
     assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(theirs) :])
 
 
-def test_groups_are_dicts_with_options_of_their_own() -> None:
-    first, second = table(3, 2), table(3, 2)
-    one_by_one: dict[str, Any] = {"params": (param for param in [first])}
-    optimizer = SparseAdam([one_by_one, {"params": second, "lr": 0.5, "amsgrad": True}], lr=0.1)
-    assert isinstance(optimizer, Optimizer)
-    assert [optimizer.defaults[key] for key in ("lr", "betas", "eps")] == [0.1, (0.9, 0.999), 1e-8]
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
-    assert [group["amsgrad"] for group in optimizer.param_groups] == [False, True]
-    assert [group["params"] for group in optimizer.param_groups] == [[first], [second]]
-
-
 def test_step_returns_what_the_closure_returns(backend: str) -> None:
     param = table(4, 2)
     optimizer = SparseAdam([param])
@@ -139,35 +128,13 @@ def test_global_hooks_run_too_and_a_pre_hook_may_replace_the_arguments(optimizer
     assert optimizer.step(lambda: 1.0) == 42.0
 
 
-def test_state_dict_hooks_run_in_order_and_may_replace_the_result(optimizer: SparseAdam) -> None:
+def test_a_state_dict_hook_may_replace_the_result(optimizer: SparseAdam) -> None:
+    """Before the states of sharded tables are made whole. In which order hooks run is torch's own code."""
     seen: list[str] = []
-
-    def after(self: Optimizer, state_dict: StateDict) -> StateDict:
-        seen.append("after")
-        return {**state_dict, "mine": 1}
-
-    handles = [
-        optimizer.register_state_dict_pre_hook(lambda self: seen.append("before")),
-        optimizer.register_state_dict_pre_hook(lambda self: seen.append("before, first"), prepend=True),
-        optimizer.register_state_dict_post_hook(after),
-        optimizer.register_state_dict_post_hook(lambda self, saved: seen.append("after, first"), prepend=True),
-    ]
+    optimizer.register_state_dict_pre_hook(lambda self: seen.append("before"))
+    optimizer.register_state_dict_post_hook(lambda self, saved: {**saved, "mine": 1})
     assert optimizer.state_dict()["mine"] == 1
-    assert seen == ["before, first", "before", "after, first", "after"]
-    for handle in handles:
-        handle.remove()
-    assert "mine" not in optimizer.state_dict()
-    assert len(seen) == 4
-
-
-def test_a_load_pre_hook_may_replace_what_is_loaded(optimizer: SparseAdam) -> None:
-    def replace(self: Optimizer, given: StateDict) -> StateDict:
-        groups = [{**group, "lr": 0.75} for group in given["param_groups"]]
-        return {**given, "param_groups": groups}
-
-    optimizer.register_load_state_dict_pre_hook(replace)
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert optimizer.param_groups[0]["lr"] == 0.75
+    assert seen == ["before"]
 
 
 def test_load_hooks_run_in_order_until_removed_and_see_a_complete_state(backend: str) -> None:
@@ -178,11 +145,16 @@ def test_load_hooks_run_in_order_until_removed_and_see_a_complete_state(backend:
     del saved["param_groups"][0]["weight_decay"]
     seen: list[Any] = []
 
+    def replace(self: Optimizer, given: StateDict) -> StateDict:
+        seen.append("before")
+        return {**given, "param_groups": [{**group, "lr": 0.75} for group in given["param_groups"]]}
+
     def look(self: Optimizer) -> None:
-        seen.append((self.state[param]["row_step"].dtype, self.param_groups[0]["weight_decay"]))
+        group = self.param_groups[0]
+        seen.append((self.state[param]["row_step"].dtype, group["weight_decay"], group["lr"]))
 
     handles = [
-        optimizer.register_load_state_dict_pre_hook(lambda self, given: seen.append("before")),
+        optimizer.register_load_state_dict_pre_hook(replace),
         optimizer.register_load_state_dict_pre_hook(lambda self, given: seen.append("before, first"), prepend=True),
         optimizer.register_load_state_dict_post_hook(look),
         optimizer.register_load_state_dict_post_hook(lambda self: seen.append("after, first"), prepend=True),
@@ -191,4 +163,4 @@ def test_load_hooks_run_in_order_until_removed_and_see_a_complete_state(backend:
         optimizer.load_state_dict(saved)
         for handle in handles:
             handle.remove()
-    assert seen == ["before, first", "before", "after, first", (torch.int64, 0.0)]
+    assert seen == ["before, first", "before", "after, first", (torch.int64, 0.0, 0.75)]

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import Parameter
 
 from rowstep import SparseAdam
 from tests.helpers.by_hand import AdamByHand
@@ -24,22 +23,17 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def trajectory(optimizer: SparseAdam, param: Parameter, hand: AdamByHand) -> None:
-    """Step both with the same random gradients, whose size varies so that amsgrad's maximum is not the last."""
-    generator = torch.Generator().manual_seed(1)
-    for step in range(25):
-        ids = torch.randint(len(param), (8,), generator=generator)
-        values = torch.randn(8, param.shape[1], generator=generator, dtype=torch.float64) * (1 + 5 * (step % 4 == 0))
-        step_with(optimizer, param, rows_of(param, ids, values))
-        hand.step(ids.tolist(), values)
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_trajectory_is_the_one_computed_by_hand(options: dict[str, Any]) -> None:
     param = table(10, 3, dtype=torch.float64)
     hand = AdamByHand(param, lr=0.01, betas=(0.8, 0.95), eps=1e-4, **options)
     optimizer = SparseAdam([param], lr=0.01, betas=(0.8, 0.95), eps=1e-4, **options)
-    trajectory(optimizer, param, hand)
+    for step in range(25):
+        ids = torch.randint(len(param), (8,))
+        # The size varies, so that amsgrad's maximum is not the last.
+        values = torch.randn(8, 3, dtype=torch.float64) * (1 + 5 * (step % 4 == 0))
+        step_with(optimizer, param, rows_of(param, ids, values))
+        hand.step(ids.tolist(), values)
     expected = {"exp_avg": hand.m, "exp_avg_sq": hand.v}
     if hand.amsgrad:
         expected["max_exp_avg_sq"] = hand.v_max

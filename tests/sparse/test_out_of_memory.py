@@ -6,13 +6,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rowstep import _schedule
 from rowstep._kernels.workspace import Workspace
 from tests.helpers.deferred_cases import LONG, Twins, embedding
-from tests.helpers.whole_steps import OPTIONS, Run, assert_on_its_way, trajectories
+from tests.helpers.whole_steps import (
+    OPTIONS,
+    Run,
+    assert_on_its_way,
+    assert_steps_survive,
+    assert_waiting_survives,
+    besides_steps,
+    trajectories,
+)
 
 # What a full memory looks like from torch, and from NumPy.
 NO_MEMORY = (RuntimeError, MemoryError)
@@ -52,36 +59,13 @@ def after_scarcity(prepare: Callable[[], Any], action: Callable[[Any], object]) 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_memory_that_runs_out_in_a_step(name: str) -> None:
-    expected, start, taken = trajectories(name, 3), Run(name).counts(), set()
-    for run in after_scarcity(lambda: Run(name), Run.step):
-        after = run.counts()
-        assert all(count in (before, before + 1) for before, count in zip(start, after, strict=True))
-        taken.add(tuple(after))
-        assert_on_its_way(run, expected, of=2)
-        run.step()
-        run.step()
-        assert_on_its_way(run, expected, of=2)
-    assert len(taken) >= 2
+    assert_steps_survive(name, after_scarcity(lambda: Run(name), Run.step))
 
 
-@pytest.mark.parametrize("action", ["flush", "state_dict", "catch_up", "betas"])
+@pytest.mark.parametrize("action", ["flush", "state_dict", "catch_up", "eps"])
 def test_memory_that_runs_out_while_rows_catch_up(action: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROWSTEP_BACKEND", "reference")  # the kernels ask torch for nothing
-    expected = trajectories("decayed", 2)
-
-    def act(run: Run) -> None:
-        if action == "catch_up":
-            run.optimizer.catch_up(run.params[0], torch.tensor([5, 0, 5]))
-        elif action == "betas":
-            run.optimizer.param_groups[0]["eps"] = 1e-8  # the same, as another object
-            run.optimizer.flush()
-        else:
-            getattr(run.optimizer, action)()
-
-    for run in after_scarcity(lambda: Run("decayed"), act):
-        assert_on_its_way(run, expected, of=2)
-        run.step()
-        assert_on_its_way(run, expected, of=2)
+    assert_waiting_survives(after_scarcity(lambda: Run("decayed"), lambda run: besides_steps(run)[action]()))
 
 
 def test_no_memory_for_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from rowstep import SparseAdam
@@ -77,29 +76,6 @@ def test_duplicates_are_summed_in_order_of_occurrence() -> None:
         rows_of(param, [1, 2, 1, 1, 2, 1], torch.tensor([addends[0], 5, *addends[1:3], 6, addends[3]])),
     )
     assert optimizer.state[param]["exp_avg"].flatten().tolist() == [0.0, 4.0, 11.0]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "second_moment"), [(torch.float32, "element"), (torch.bfloat16, "element"), (torch.float32, "row")]
-)
-def test_any_number_of_threads_gives_the_same_bits(dtype: torch.dtype, second_moment: str) -> None:
-    from rowstep._kernels.pool import PARALLEL_FROM_BYTES
-
-    start = table(3000, 17, dtype=dtype)
-    # Zipf-like: a few rows hold most occurrences, so a cut between two threads falls inside a row's duplicates.
-    ids = (3000 * torch.rand(5, 6000) ** 4).long()
-    grads = [rows_of(start, some) for some in ids]
-    assert grads[0]._values().nbytes >= PARALLEL_FROM_BYTES
-    results: list[list[Tensor]] = []
-    for threads in (1, 2, 3, 5):
-        torch.set_num_threads(threads)
-        param = copy_of(start)
-        optimizer = SparseAdam([param], second_moment=second_moment)
-        for grad in grads:
-            step_with(optimizer, param, grad)
-        results.append([param, *(optimizer.state[param][key] for key in optimizer.state[param] if key != "step")])
-    for others in results[1:]:
-        assert all(same_bits(one, other) for one, other in zip(results[0], others, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rowstep import DeferredAdam, DeferredAdamW, SparseAdam
-from tests.helpers.deferred_cases import embedding
+from tests.helpers.deferred_cases import embedding, waiting
 from tests.helpers.gradients import Snapshot, rows_of, set_grad, step_with, table
 from tests.helpers.state_runs import KINDS, Kind, Run
 
@@ -75,17 +75,10 @@ def test_a_count_that_is_set_while_rows_wait_is_the_one_from_which_the_next_step
 
 
 def test_a_refused_state_dict_leaves_rows_waiting() -> None:
-    module = embedding(6, 3)
-    optimizer = DeferredAdam(module, lr=0.1)
-    for ids in ([0, 1, 2, 3, 4, 5], [1], [1]):
-        optimizer.zero_grad()
-        module(torch.tensor(ids)).square().sum().backward()
-        optimizer.step()
-    saved = copy.deepcopy(DeferredAdam(embedding(6, 3)).state_dict())
-    saved["state"][0] = {"step": -1}
+    optimizer = waiting().ours
     before = Snapshot(optimizer)
     with pytest.raises(ValueError, match="expected an integer step count"):
-        optimizer.load_state_dict(saved)
+        optimizer.load_state_dict({**DeferredAdamW(embedding()).state_dict(), "state": {0: {"step": -1}}})
     before.assert_unchanged()
 
 

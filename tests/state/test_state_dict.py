@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -115,21 +115,6 @@ def test_a_run_goes_on_after_every_way_of_copying(way: Callable[[Any], Any], opt
     assert first.state[param]["step"] == 4
     second.add_param_group({"params": [table(2, 2)]})
     assert len(second.param_groups) == 2
-
-
-def test_tables_and_states_in_shared_memory() -> None:
-    model, twin = nn.Embedding(10, 4, sparse=True), nn.Embedding(10, 4, sparse=True)
-    twin.load_state_dict(model.state_dict())
-    model.share_memory()
-    optimizer, reference = SparseAdam(model.parameters()), SparseAdam(twin.parameters())
-    run(optimizer, model.weight, range(2))
-    for key in ("exp_avg", "exp_avg_sq"):
-        optimizer.state[model.weight][key].share_memory_()
-    run(optimizer, model.weight, range(2, 4))
-    run(reference, twin.weight, range(4))
-    for shared in (model.weight.data, optimizer.state[model.weight]["exp_avg"]):
-        assert shared.is_shared()
-    assert same_bits(model.weight, twin.weight)
 
 
 def test_large_moments_can_be_shared_copied_and_saved() -> None:

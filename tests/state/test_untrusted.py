@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rowstep import DeferredAdam, SparseAdam
 from tests.helpers.deferred_cases import LONG
-from tests.helpers.gradients import rows_of, table
+from tests.helpers.gradients import rows_of
 from tests.helpers.state_runs import KINDS, Kind, Run, State, assert_refused
 
 
@@ -184,16 +184,3 @@ def test_freed_memory_is_refused(key: str) -> None:
     saved["state"][2][key].untyped_storage().resize_(0)
     message = f"the loaded state of parameter 2: the storage of '{key}' is too small"
     assert_refused(run, lambda: run.optimizer.load_state_dict(saved), message)
-
-
-def test_a_state_of_no_parameter_is_kept_and_not_looked_at() -> None:
-    """As torch's classes do: a program may keep something of its own there."""
-    param = table(4, 2)
-    optimizer = SparseAdam([param])
-    param.grad = rows_of(param, [1])
-    optimizer.step()
-    saved = optimizer.state_dict()
-    saved["state"]["notes"] = {"exp_avg": 3, "step": None}
-    optimizer.load_state_dict(saved)
-    optimizer.step()
-    assert optimizer.state[param]["step"] == 2

@@ -100,8 +100,10 @@ def test_unknown_keys_are_kept(kind: Kind) -> None:
     saved = run.saved()
     saved["param_groups"][0].update(initial_lr=0.1, momentum=None)
     saved["state"][2]["of another version"] = torch.ones(2)
+    saved["state"]["notes"] = {"exp_avg": 3, "step": None}  # of no parameter: a program may keep something there
     run.optimizer.load_state_dict(saved)
     run.step()
     again = run.optimizer.state_dict()
+    assert again["state"]["notes"] == {"exp_avg": 3, "step": None}
     assert again["param_groups"][0]["initial_lr"] == 0.1
     assert again["state"][2]["of another version"].tolist() == [1, 1]
