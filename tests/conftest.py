@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import getpass
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,9 @@ os.environ["NUMBA_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / f"rowstep-kern
 
 THREADS = int(os.environ.get("ROWSTEP_TEST_THREADS", "1"))
 """How many threads torch is told to use in a test that does not say it itself. ``make cpus`` tries four."""
+
+# A shell that starts the tests in the background lets them ignore Ctrl-C, which some of them send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("rowstep", deadline=None, derandomize=True, max_examples=50, database=None)
 settings.load_profile("rowstep")
