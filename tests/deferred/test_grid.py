@@ -177,9 +177,8 @@ def assert_is_dense_adam(point: Point, rows: Rows, gap: int, actual: dict[str, A
     # Beyond the window every move is below 1e-17 of what the first would have been, had there been a learning rate.
     first = RATE * rows.m.double().abs() / (rows.v.double().sqrt() + point.eps * math.sqrt(1 - point.betas[1]))
     cut = 1e-16 / (1 - point.ratio) * first.numpy()
-    absolute = (
-        rounding * rows.p.double().abs().numpy() + cut + 2 * floor
-    )  # a move this small is itself rounded, and then stored
+    # A move this small is itself rounded, and then stored; and so is each of the terms that it is the sum of.
+    absolute = rounding * rows.p.double().abs().numpy() + cut + (2 + 0.5 / (1 - point.ratio)) * floor
     lost = torch.zeros_like(rows.v, dtype=torch.bool)
     if dtype != torch.float64 and np.float32(point.eps) == 0:
         # Where v is 0 as well nothing is left to divide a momentum by: torch's own float32 is infinite there.
