@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from . import _before_sync
 from ._backends import kernels
 from ._gradient import RowGradient
 from ._table import Job
@@ -329,6 +330,7 @@ def _begin_again() -> None:
     _told, _starting, _worker = queue.SimpleQueue(), threading.RLock(), None
 
 
+_before_sync.functions.add(finish_all)
 atexit.register(finish_all)
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(before=_before_fork, after_in_child=_begin_again)

@@ -14,7 +14,6 @@ is read by ``F.embedding``, which is how a deferred optimizer sees which rows ha
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # as torch's own documents have it
 
 from . import _ahead
+from ._memory import is_in_file
 from ._torch_internals import never_compiled, plainly
 
 _CPU = torch.device("cpu")
@@ -197,7 +197,7 @@ class HostEmbedding(nn.Embedding):
         there, here = (fn(torch.empty(1, dtype=self.weight.dtype, device=device)) for device in (self.device, _CPU))
         is_shared = here.is_cpu and here.is_shared()
         if is_shared or there.dtype is not self.weight.dtype:
-            if _is_in_file(self.weight):
+            if is_in_file(self.weight):
                 wanted = "shared memory" if is_shared else there.dtype
                 raise TypeError(
                     f"a table in a file would become {wanted}; expected it to stay {self.weight.dtype} there"
@@ -289,8 +289,3 @@ def _table_in_file(path: _Path, key: str, shape: tuple[int, int], dtype: torch.d
         found = f"{key!r} in {path} has shape {tuple(weight.shape)} and dtype {weight.dtype}"
         raise ValueError(f"{found}; expected {shape} and {dtype}. Pass those of the file, or another path")
     return weight
-
-
-def _is_in_file(weight: Tensor) -> bool:
-    storage = sys.modules.get(f"{__package__}.storage")  # whoever has a table in a file has imported it
-    return storage is not None and any(file.has(weight) for file in storage._mapping.files_of(()))

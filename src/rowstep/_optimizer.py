@@ -77,6 +77,8 @@ class RowOptimizer(StatefulOptimizer):
             check_learning_rate(self.param_groups[-1]["lr"], zero_allowed=True, where=where)
             self._check_group(self.param_groups[-1], where)
             refuse_idle_rounding(self.param_groups[-1], where)
+            if self.param_groups[-1].get("state_dir") is not None:
+                self._files.take_up(self, self.param_groups[-1], len(self.param_groups) - 1)
             if self._is_complete:  # the constructor looks at all groups together, to name every parameter it refuses
                 check_layouts(self.param_groups, type(self).__name__)
         except Exception:
@@ -255,10 +257,14 @@ class RowOptimizer(StatefulOptimizer):
         listed = {id(param) for param in self._all_params()}
         for key in [key for key in self._tables if key not in listed]:
             self._forget(self._tables[key])
-        made = [job.spec.made_of(self.state.get(job.param, _NO_STATE), job.param) for job in jobs]
+        made = [
+            job.spec.made_of(self.state.get(job.param, _NO_STATE), job.param, self._files.maker(self, job.param))
+            for job in jobs
+        ]
         for job, (slots, lost) in zip(jobs, made, strict=True):
             state, spec = self.state[job.param], job.spec
             spec.install(state, slots)
+            self._files.count(self, job.param)
             job.table = self._new_table(job.param, state, spec)
             if lost:
                 warn(
@@ -317,9 +323,12 @@ class RowOptimizer(StatefulOptimizer):
         return "a parameter"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_lock" not in self.__dict__:  # a copy or an unpickled optimizer, not a loaded state dict
+        is_copy = "_lock" not in self.__dict__  # or an unpickled optimizer, not a loaded state dict
+        if is_copy:
             self._begin()
         super().__setstate__(state)
+        for group in self.param_groups if is_copy else ():
+            group.update({"state_dir": None} if "state_dir" in group else {})  # the copied state is in memory
         self._options = _options_of(self.defaults)
         self._look_at_params()
 

@@ -17,6 +17,7 @@ from ._commit import is_averaged_table
 from ._loading import check_slots, check_states, check_structure, separate_counts, tidied, uncast_slots
 from ._options import HOW_TORCH_STEPS, check_group, check_learning_rate
 from ._state import State, StateSpec, misfit, row_moment_flaw
+from ._state_files import StateFiles
 from ._surgery import Init
 from ._table import Table
 from ._torch_internals import plainly
@@ -37,6 +38,7 @@ class StatefulOptimizer(Optimizer):
         self._bare_lock = self._lock
         """The same, or what it is when a table is at work on which one need not wait."""
         self._self: weakref.ref[Any] = weakref.ref(self)
+        self._files = StateFiles()
         self._tables: dict[int, Table] = {}
         """By the id of their parameter, which they hold: a Tensor's own hash is a call into Python."""
         self._peers: list[_part.Peers] = []
@@ -178,7 +180,8 @@ class StatefulOptimizer(Optimizer):
                         # A Tensor whatever the gradients will be: torch's checkpoints read either kind into a Tensor,
                         # but only an int into an int.
                         state.setdefault("step", torch.zeros((), dtype=torch.float32))
-                        spec.install(state, spec.made_of(state, param)[0])
+                        spec.install(state, spec.made_of(state, param, self._files.maker(self, param))[0])
+                        self._files.count(self, param)
 
     def _look_for_shards(self) -> None:
         """Note the ranks that share tables with this one, and make the state that checkpoints load into."""
@@ -216,6 +219,11 @@ class StatefulOptimizer(Optimizer):
         Args:
             state_dict: what ``state_dict()`` has returned.
         """
+        if folders := [group["state_dir"] for group in self.param_groups if group.get("state_dir") is not None]:
+            raise ValueError(
+                f"the state is in the files of {folders[0]!r}, which the constructor takes up; expected no state dict. "
+                "Load it into an optimizer without state_dir"
+            )
         given: StateDict = {}
         own_groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
 
