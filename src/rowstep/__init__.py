@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ._deferred import DeferredAdamW as DeferredAdamW
     from ._deferred import StaleRowsError as StaleRowsError
     from ._host import HostEmbedding as HostEmbedding
+    from ._host import prefetched as prefetched
     from ._sparse_adam import SparseAdam as SparseAdam
     from ._surgery import select_rows_ as select_rows_
 
@@ -25,6 +26,7 @@ _HOME = {
     "StaleRowsError": "._deferred",
     "clip_grad_norm_": "._clip",
     "clip_grad_value_": "._clip",
+    "prefetched": "._host",
     "select_rows_": "._surgery",
 }
 
@@ -36,6 +38,7 @@ __all__ = [
     "StaleRowsError",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "prefetched",
     "select_rows_",
 ]
 

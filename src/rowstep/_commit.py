@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.nn.parallel import DistributedDataParallel
 
+from ._memory import is_in_file
 from ._state import State
 
 
@@ -27,6 +28,11 @@ def replace_table(param: Tensor, table: Tensor, state: State, changed: State) ->
 
     Whatever is raised on the way, an interrupt too, leaves parameter, state and gradient as they were.
     """
+    if is_in_file(param) or any(map(is_in_file, (state[key] for key in changed))):
+        raise RuntimeError(
+            "the table or its state is in a file, which has as many rows as it has; expected a table in memory. Copy "
+            "the rows to keep into files of another shape, by rowstep.storage.create"
+        )
     if is_averaged(param):
         gc.collect()  # a wrapper that nobody uses any more may still be there
     renew = not is_averaged(param)  # the wrapper has hooks on the old node

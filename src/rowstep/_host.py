@@ -14,17 +14,20 @@ is read by ``F.embedding``, which is how a deferred optimizer sees which rows ha
 from __future__ import annotations
 
 import os
-import sys
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # as torch's own documents have it
 
-from ._torch_internals import never_compiled
+from . import _ahead
+from ._memory import is_in_file
+from ._torch_internals import never_compiled, plainly
 
 _CPU = torch.device("cpu")
 _Path = str | os.PathLike[str]
+_Batch = TypeVar("_Batch")
 
 
 class HostEmbedding(nn.Embedding):
@@ -90,6 +93,7 @@ class HostEmbedding(nn.Embedding):
         )  # fmt: skip
         self.mode, self.include_last_offset = mode, include_last_offset
         self.device = torch.get_default_device() if device is None else torch.device(device)
+        _ahead.of_table(self.weight)  # by which optimizers know it
 
     @classmethod
     def from_pretrained(cls, embeddings: Tensor, freeze: bool = True, **options: Any) -> HostEmbedding:  # type: ignore[override]
@@ -115,11 +119,19 @@ class HostEmbedding(nn.Embedding):
         """
         if self.mode is None and not (offsets is None and per_sample_weights is None):
             raise ValueError("offsets or per_sample_weights are for bags; expected neither, or a table with a mode")
-        distinct, places = torch.unique(input, return_inverse=True)
-        rows = _transfer(distinct, _CPU)
+        ahead = _ahead.of_table(self.weight)
+        batch = ahead.take(_transfer(input, _CPU)) if ahead.announced else None
+        if batch is None:
+            distinct, places = torch.unique(input, return_inverse=True)
+            rows = _transfer(distinct, _CPU)
+        else:
+            rows, places = batch.distinct, batch.places
         padding = self._padding_among(rows)
         with torch.no_grad():  # their gradient comes with _Arrived
-            gathered = F.embedding(rows, self.weight, None, self.max_norm, self.norm_type)
+            if batch is None or self.max_norm is not None:
+                gathered = F.embedding(rows, self.weight, None, self.max_norm, self.norm_type)
+            else:
+                gathered = plainly(ahead.rows_of, batch, self.weight)
         arrived = _Arrived.apply(self.weight, _transfer(gathered, self.device), rows, padding)  # type: ignore[no-untyped-call]
         places = _transfer(places, self.device)
         # torch sums gradients in the dtype of the rows. In bfloat16, 1,000 gradients of 1 come to 256.
@@ -137,6 +149,39 @@ class HostEmbedding(nn.Embedding):
             padding_idx=padding,
         ).to(arrived.dtype)
 
+    @torch.no_grad()
+    def prefetch(self, ids: Tensor) -> None:
+        """Announce the ids of the next batch, before the ``optimizer.step()`` of this one.
+
+        Then their rows are read, and the rows that they do not name are stepped, while the model computes. The result
+        has the same bits. What is announced need not be looked up, nor announced what is. See ``docs/host.md``.
+
+        Args:
+            ids: those of a lookup to come, as ``forward`` will get them.
+
+        Examples:
+            >>> import torch
+            >>> from rowstep import HostEmbedding, SparseAdam
+            >>> table = HostEmbedding(1000, 8, device="cpu")
+            >>> optimizer = SparseAdam(table.parameters())
+            >>> batches = torch.randint(0, 1000, (10, 32))
+            >>> for ids, following in zip(batches, batches[1:]):
+            ...     table.prefetch(following)
+            ...     optimizer.zero_grad()
+            ...     table(ids).square().sum().backward()
+            ...     optimizer.step()
+        """
+        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
+            found = f"a tensor of {ids.dtype}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+            raise TypeError(f"ids is {found}; expected a tensor of torch.int64 or torch.int32")
+        copied = ids.detach().to(_CPU, copy=True)  # data loaders use their buffers again
+        is_elsewhere, may_read = self.device.type != "cpu", self.max_norm is None
+        plainly(_ahead.of_table(self.weight).announce, self.weight, copied, pinned=is_elsewhere, may_read=may_read)
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        _ahead.of_table(self.weight)
+
     def _padding_among(self, rows: Tensor) -> int | None:
         """Which of the ascending rows is the padding, if it is there. Raises if there are rows that the table lacks."""
         for outside in rows[[0, -1]].tolist() if len(rows) else ():
@@ -152,7 +197,7 @@ class HostEmbedding(nn.Embedding):
         there, here = (fn(torch.empty(1, dtype=self.weight.dtype, device=device)) for device in (self.device, _CPU))
         is_shared = here.is_cpu and here.is_shared()
         if is_shared or there.dtype is not self.weight.dtype:
-            if _is_in_file(self.weight):
+            if is_in_file(self.weight):
                 wanted = "shared memory" if is_shared else there.dtype
                 raise TypeError(
                     f"a table in a file would become {wanted}; expected it to stay {self.weight.dtype} there"
@@ -163,6 +208,37 @@ class HostEmbedding(nn.Embedding):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, mode={self.mode!r}, device={str(self.device)!r}"
+
+
+def prefetched(
+    loader: Iterable[_Batch], ids_of: Mapping[HostEmbedding, Callable[[_Batch], Tensor | Sequence[Tensor]]]
+) -> Iterator[_Batch]:
+    """Go through batches, and announce each to its tables while the one before it is trained on.
+
+    Args:
+        loader: of batches.
+        ids_of: for each table a function of a batch: the ids that will be looked up in it, or a list of these.
+
+    Examples:
+        >>> import torch
+        >>> from rowstep import HostEmbedding, SparseAdam, prefetched
+        >>> table = HostEmbedding(1000, 8, device="cpu")
+        >>> optimizer = SparseAdam(table.parameters())
+        >>> loader = [{"ids": torch.randint(0, 1000, (32,))} for _ in range(10)]
+        >>> for batch in prefetched(loader, {table: lambda batch: batch["ids"]}):
+        ...     optimizer.zero_grad()
+        ...     table(batch["ids"]).square().sum().backward()
+        ...     optimizer.step()
+    """
+    before: list[_Batch] = []
+    for batch in loader:
+        for table, ids in ids_of.items():
+            named = ids(batch)
+            for each in [named] if isinstance(named, Tensor) else named:
+                table.prefetch(each)
+        yield from before
+        before = [batch]
+    yield from before
 
 
 class _Arrived(torch.autograd.Function):
@@ -213,8 +289,3 @@ def _table_in_file(path: _Path, key: str, shape: tuple[int, int], dtype: torch.d
         found = f"{key!r} in {path} has shape {tuple(weight.shape)} and dtype {weight.dtype}"
         raise ValueError(f"{found}; expected {shape} and {dtype}. Pass those of the file, or another path")
     return weight
-
-
-def _is_in_file(weight: Tensor) -> bool:
-    storage = sys.modules.get(f"{__package__}.storage")  # whoever has a table in a file has imported it
-    return storage is not None and any(file.has(weight) for file in storage._mapping.files_of(()))

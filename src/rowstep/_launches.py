@@ -33,7 +33,9 @@ def add(job: Job, launches: Launches) -> None:
     launch = launches.get(kernel)
     if launch is not None and table.memory in launch.memory:  # two threads may not step them at the same time
         place, launch = job, None
-    if launch is None:
+    if table.ahead is not None and table.ahead.announced:
+        launch = launches[job] = kernels.launch_of(kernel, kernels.LaunchAhead)
+    elif launch is None:
         launch = launches[place] = kernels.launch_of(kernel)
     launch.memory.add(table.memory)
     launch.jobs.append(job)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -88,3 +89,9 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     with contextlib.suppress(OSError):  # a hint, and some systems are built without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
+
+
+def is_in_file(tensor: Tensor) -> bool:
+    """Whether this is a tensor of ``rowstep.storage``, which whoever has one has imported."""
+    storage = sys.modules.get(f"{__package__}.storage")
+    return storage is not None and any(file.has(tensor) for file in storage._mapping.files_of(()))

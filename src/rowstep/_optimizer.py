@@ -16,7 +16,7 @@ from typing import Any, overload
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from . import _backends, _dense, _part
+from . import _ahead, _backends, _dense
 from ._gradient import RowGradient, check_gradient, row_gradient
 from ._launches import Launches, add
 from ._options import (
@@ -31,7 +31,7 @@ from ._state import LARGEST_COUNT, State, StateSpec, misfit, row_moment_flaw, st
 from ._stateful import Group, StatefulOptimizer
 from ._table import Job, Table
 from ._torch_internals import optimizer_step
-from ._waiting import Waiting, bring_all_up_to_date, keeper_of
+from ._waiting import Waiting, bring_all_up_to_date, keeper_of, release
 from ._warnings import warn
 
 # A parameter, the rule and the number of its group.
@@ -77,6 +77,8 @@ class RowOptimizer(StatefulOptimizer):
             check_learning_rate(self.param_groups[-1]["lr"], zero_allowed=True, where=where)
             self._check_group(self.param_groups[-1], where)
             refuse_idle_rounding(self.param_groups[-1], where)
+            if self.param_groups[-1].get("state_dir") is not None:
+                self._files.take_up(self, self.param_groups[-1], len(self.param_groups) - 1)
             if self._is_complete:  # the constructor looks at all groups together, to name every parameter it refuses
                 check_layouts(self.param_groups, type(self).__name__)
         except Exception:
@@ -116,7 +118,10 @@ class RowOptimizer(StatefulOptimizer):
                 for param in group["params"]:
                     if param.grad is not None:
                         work.append((param, rule, at))
-            while work:
+            if work:
+                work = self._step_each(work)
+        while work:  # on what is listed twice
+            with self._lock:
                 work = self._step_each(work)
         return None  # the decorator calls the closure and returns its loss
 
@@ -236,7 +241,12 @@ class RowOptimizer(StatefulOptimizer):
             raise ValueError(reason)
         if not spec.is_met_by(state):
             return None
+        return self._new_table(param, state, spec)
+
+    def _new_table(self, param: Tensor, state: State, spec: StateSpec) -> Table:
         self._tables[id(param)] = table = Table(param, state, spec, _backends.kernels())
+        if self._lock is not self._bare_lock and table.kernels is not None:
+            table.ahead, table.keeper = _ahead.of(param), self._self
         return table
 
     def _prepare_waiting_rows(self, pending: Any, gradient: RowGradient) -> None:
@@ -247,11 +257,15 @@ class RowOptimizer(StatefulOptimizer):
         listed = {id(param) for param in self._all_params()}
         for key in [key for key in self._tables if key not in listed]:
             self._forget(self._tables[key])
-        made = [job.spec.made_of(self.state.get(job.param, _NO_STATE), job.param) for job in jobs]
+        made = [
+            job.spec.made_of(self.state.get(job.param, _NO_STATE), job.param, self._files.maker(self, job.param))
+            for job in jobs
+        ]
         for job, (slots, lost) in zip(jobs, made, strict=True):
             state, spec = self.state[job.param], job.spec
             spec.install(state, slots)
-            job.table = self._tables[id(job.param)] = Table(job.param, state, spec, _backends.kernels())
+            self._files.count(self, job.param)
+            job.table = self._new_table(job.param, state, spec)
             if lost:
                 warn(
                     f"{self._name_of(job.param)}: optimizer state converted to second_moment={spec.second!r} and "
@@ -272,6 +286,21 @@ class RowOptimizer(StatefulOptimizer):
 
     def _after_launches(self, jobs: Sequence[Job], skipped: int) -> None:
         """Called when the rows of these jobs have been stepped, but for those skipped as non-finite."""
+
+    # A table that is at work, of a HostEmbedding; the deferred optimizers have more to do for it
+
+    def _bring_up_to_date(self, param: Tensor, ids: Tensor | None) -> bool:
+        with self._lock:  # and so the work has ended
+            if ids is None:
+                slots = [slot for slot in self.state.get(param, _NO_STATE).values() if isinstance(slot, Tensor)]
+                release([param, *slots], self._self)
+        return True
+
+    def _accept_writes(self, param: Tensor) -> None:
+        pass
+
+    def _catch_up_announced(self, param: Tensor, rows: Tensor) -> None:
+        """Called before these rows are read, while others may be stepped."""
 
     def _step_dense(self, params: Sequence[tuple[Tensor, int]]) -> None:
         """Step these parameters, which come with the number of their group, as torch.optim.Adam does."""
@@ -294,11 +323,14 @@ class RowOptimizer(StatefulOptimizer):
         return "a parameter"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_lock" not in self.__dict__:  # a copy or an unpickled optimizer, not a loaded state dict
+        is_copy = "_lock" not in self.__dict__  # or an unpickled optimizer, not a loaded state dict
+        if is_copy:
             self._begin()
         super().__setstate__(state)
+        for group in self.param_groups if is_copy else ():
+            group.update({"state_dir": None} if "state_dir" in group else {})  # the copied state is in memory
         self._options = _options_of(self.defaults)
-        self._peers = _part.peers_of(self._all_params())
+        self._look_at_params()
 
 
 _NO_STATE: State = {}

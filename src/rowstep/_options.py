@@ -6,6 +6,7 @@ The sentences begin as torch's do, so that code which matches them keeps working
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -68,6 +69,9 @@ def check_group(group: Mapping[str, Any], where: str = "") -> None:
         if name in group and (isinstance(group[name], (Tensor, float)) or group[name] not in choices):
             expected = " or ".join(map(repr, choices))
             raise ValueError(f"Invalid {name}: {group[name]!r}{where}; expected {expected}")
+    folder = group.get("state_dir")
+    if folder is not None and not isinstance(folder, (str, os.PathLike)):
+        raise ValueError(f"Invalid state_dir: {folder!r}{where}; expected a path or None")
     _check_kept(group, where)
     if group.get("foreach") and group.get("fused"):
         raise RuntimeError(f"`fused` and `foreach` cannot be `True` together{where}; expected one of them")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,6 +64,8 @@ class SparseAdam(RowOptimizer):
         fused: likewise; by default fused where that is safe.
         capturable: refused if True.
         differentiable: refused if True.
+        state_dir: a folder for the state, each part of it in a file of its own, which may be larger than memory. What
+            an earlier run has left there is taken up. See ``docs/files.md``.
 
     Examples:
         >>> import torch
@@ -75,6 +78,8 @@ class SparseAdam(RowOptimizer):
         >>> (table.weight != before).any(1).nonzero().flatten()  # only these rows have moved
         tensor([3, 5])
     """
+
+    _own_when_loading = (*RowOptimizer._own_when_loading, "state_dir")
 
     skipped_rows: int
     """How many row updates ``nonfinite="skip"`` has skipped so far."""
@@ -101,6 +106,7 @@ class SparseAdam(RowOptimizer):
         fused: bool | None = None,
         capturable: bool = False,
         differentiable: bool = False,
+        state_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "maximize": maximize, "weight_decay": weight_decay,
@@ -108,6 +114,7 @@ class SparseAdam(RowOptimizer):
             "bias_correction": bias_correction, "nonfinite": nonfinite, "second_moment": second_moment,
             "state_dtype": state_dtype, "stochastic_rounding": stochastic_rounding, "seed": seed,
             "foreach": foreach, "fused": fused, "capturable": capturable, "differentiable": differentiable,
+            "state_dir": state_dir,
         }  # fmt: skip
         super().__init__(params, defaults)
         self.skipped_rows = 0

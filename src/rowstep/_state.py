@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -110,8 +110,12 @@ class StateSpec:
         is_another = self.dtype not in (None, param.dtype)
         return is_another and getattr(state.get("exp_avg"), "dtype", None) == self.dtype
 
-    def made_of(self, state: State, param: Tensor) -> tuple[State, list[str]]:
+    def made_of(
+        self, state: State, param: Tensor, make: Callable[..., Tensor] | None = None
+    ) -> tuple[State, list[str]]:
         """Every slot, from what this state has: as it is, converted, or new; and what that loses, in words.
+
+        ``make(name, shape, dtype)`` makes new ones of zeros, if they do not belong into memory.
 
         All of it is made before the caller changes anything: memory may run out.
         """
@@ -121,7 +125,7 @@ class StateSpec:
             there = state.get(slot.name)
             dtype = None if slot.is_per_row else self.dtype
             if there is None:
-                made[slot.name] = self._new(slot, state, param)
+                made[slot.name] = self._new(slot, state, param, make)
                 if slot.name == "exp_avg_sq_row" and "exp_avg_sq" in state:
                     lost.append("'exp_avg_sq' reduced to its mean over each row")
             elif dtype in (None, there.dtype):
@@ -133,7 +137,7 @@ class StateSpec:
             lost.append("'exp_avg' dropped, because beta1 is 0")
         return made, lost if int(made["step"]) else []
 
-    def _new(self, slot: Slot, state: State, param: Tensor) -> Tensor:
+    def _new(self, slot: Slot, state: State, param: Tensor, make: Callable[..., Tensor] | None) -> Tensor:
         """A slot for a state that does not have it."""
         rows = tuple(param.shape[:1])
         if slot.name == "row_step" and int(state.get("step", 0)) and param.numel():
@@ -144,9 +148,11 @@ class StateSpec:
         if slot.name == "exp_avg_sq_row" and "exp_avg_sq" in state:
             table: Tensor = state["exp_avg_sq"].reshape(*rows, -1)
             return table.mean(dim=-1, dtype=compute_dtype(param.dtype))
-        if slot.is_per_row:
-            return zeros(rows, torch.int64 if slot.is_count else compute_dtype(param.dtype), param.device)
-        return zeros_like(param, self.dtype)
+        dtype = torch.int64 if slot.is_count else compute_dtype(param.dtype)
+        if make is not None and rows:
+            shape = rows if slot.is_per_row else param.shape
+            return make(slot.name, shape, dtype if slot.is_per_row else self.dtype or param.dtype)
+        return zeros(rows, dtype, param.device) if slot.is_per_row else zeros_like(param, self.dtype)
 
     def install(self, state: State, made: State) -> None:
         """Make what ``made_of`` has made the state, and drop second moments and first ones that are not kept."""

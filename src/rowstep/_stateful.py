@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,11 +12,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from . import _part, _surgery
+from . import _ahead, _part, _surgery
 from ._commit import is_averaged_table
 from ._loading import check_slots, check_states, check_structure, separate_counts, uncast_slots
 from ._options import HOW_TORCH_STEPS, check_group, check_learning_rate
 from ._state import State, StateSpec, misfit, row_moment_flaw
+from ._state_files import StateFiles
 from ._surgery import Init
 from ._table import Table
 from ._torch_internals import plainly
@@ -32,7 +34,11 @@ class StatefulOptimizer(Optimizer):
     def _begin(self) -> None:
         # One thread at a time: a step, a catch-up and a flush write to the same rows. Re-entrant, because a signal
         # handler that saves a checkpoint may run in the middle of a step, in the same thread.
-        self._lock = threading.RLock()
+        self._lock: Any = threading.RLock()
+        self._bare_lock = self._lock
+        """The same, or what it is when a table is at work on which one need not wait."""
+        self._self: weakref.ref[Any] = weakref.ref(self)
+        self._files = StateFiles()
         self._tables: dict[int, Table] = {}
         """By the id of their parameter, which they hold: a Tensor's own hash is a call into Python."""
         self._peers: list[_part.Peers] = []
@@ -174,14 +180,21 @@ class StatefulOptimizer(Optimizer):
                         # A Tensor whatever the gradients will be: torch's checkpoints read either kind into a Tensor,
                         # but only an int into an int.
                         state.setdefault("step", torch.zeros((), dtype=torch.float32))
-                        spec.install(state, spec.made_of(state, param)[0])
+                        spec.install(state, spec.made_of(state, param, self._files.maker(self, param))[0])
+                        self._files.count(self, param)
 
     def _look_for_shards(self) -> None:
         """Note the ranks that share tables with this one, and make the state that checkpoints load into."""
+        self._look_at_params()
+        if any(_part.part_of(param) is not None for param in self._all_params()):
+            self.allocate_state()
+
+    def _look_at_params(self) -> None:
+        """Note the ranks that share tables with this one, and whether one has to wait for a table."""
         params = self._all_params()
         self._peers = _part.peers_of(params)
-        if any(_part.part_of(param) is not None for param in params):
-            self.allocate_state()
+        if self._lock is self._bare_lock and any(_ahead.of(param) is not None for param in params):
+            self._lock = _ahead.WaitingLock(self._bare_lock, self._self)
 
     def _all_params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -206,6 +219,11 @@ class StatefulOptimizer(Optimizer):
         Args:
             state_dict: what ``state_dict()`` has returned.
         """
+        if folders := [group["state_dir"] for group in self.param_groups if group.get("state_dir") is not None]:
+            raise ValueError(
+                f"the state is in the files of {folders[0]!r}, which the constructor takes up; expected no state dict. "
+                "Load it into an optimizer without state_dir"
+            )
         given: StateDict = {}
         own_groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
 

@@ -34,8 +34,8 @@ class Table:
     """A parameter, its state, and what kernels are told of both."""
 
     __slots__ = (
-        "_pieces", "dtypes", "kernels", "lead", "memory", "param", "pending", "shape", "slots", "spec", "state",
-        "words",
+        "_pieces", "ahead", "dtypes", "keeper", "kernels", "lead", "memory", "param", "pending", "shape", "slots",
+        "spec", "state", "words",
     )  # fmt: skip
 
     def __init__(self, param: Tensor, state: State, spec: StateSpec, kernels: Any) -> None:
@@ -56,6 +56,9 @@ class Table:
         """Where the storage of the weights begins, which other parameters may share."""
         self.pending: Any = None
         """The ``Deferral`` that says what rows wait for, under a deferred optimizer."""
+        self.ahead: Any = None
+        self.keeper: Any = None
+        """For the table of a ``HostEmbedding``: what is done for it while the model computes, and for whom."""
         self.words = b""
         self.tell_kernels()
 

@@ -22,7 +22,9 @@ class Layer(NamedTuple):
 
 
 LAYERS = {
-    "plain": Layer(("_choice", "_fork", "_rules", "_schedule", "_warnings"), may_import=(), without=("torch",)),
+    "plain": Layer(
+        ("_before_sync", "_choice", "_fork", "_rules", "_schedule", "_warnings"), may_import=(), without=("torch",)
+    ),
     "kernels": Layer(("_kernels",), may_import=("plain",), without=("torch",)),
     "arrays": Layer(("arrays",), may_import=("plain", "kernels"), without=("torch",)),
     "tensors": Layer(
@@ -30,9 +32,9 @@ LAYERS = {
         may_import=("plain",),
     ),
     "storage": Layer(("storage",), may_import=("plain", "tensors"), without=("numba", "safetensors")),
-    "host": Layer(("_host",), may_import=("tensors", "storage")),
+    "host": Layer(("_host",), may_import=("tensors", "core", "storage")),
     "backends": Layer(("_backends",), may_import=("plain", "kernels", "tensors")),
-    "core": Layer(("*",), may_import=("plain", "tensors", "backends")),
+    "core": Layer(("*",), may_import=("plain", "tensors", "backends", "storage")),
     "deferred": Layer(("_deferred",), may_import=("plain", "tensors", "backends", "core")),
     "public": Layer(("",), may_import=("core", "deferred", "host")),
     "distributed": Layer(("distributed",), may_import=("tensors", "core")),

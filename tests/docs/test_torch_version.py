@@ -129,6 +129,7 @@ def test_the_public_names() -> None:
         "StaleRowsError",
         "clip_grad_norm_",
         "clip_grad_value_",
+        "prefetched",
         "select_rows_",
     ]
     assert set(rowstep.__all__) <= set(dir(rowstep))

@@ -7,6 +7,7 @@ job its gradient, a table its storages, a schedule's record what it points to.
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from .._gradient import RowGradient
 from .._kernels import catch_up as catching_up
+from .._kernels.ids import places_among as finding_places
 from .._kernels.job import JOB_WORDS
 from .._kernels.pool import OverThreads
 from .._kernels.rows import Kind, over_rows
@@ -109,15 +111,57 @@ class Launch(Workspace):
         # Autograd does not see the writes, and must know that what it saved for a backward pass is out of date.
         note_writes(self.params)
         skipped = self.run(self._kernel)
+        self._end()
+        return skipped
+
+    def _end(self) -> None:
         for each in (self.jobs, self.params, self.memory):
             each.clear()
         self.give_back()
-        return skipped
 
 
-def launch_of(kernel: OverThreads) -> Launch:
+class LaunchAhead(Launch):
+    """A launch of one job, for a table of which the next rows were announced: checked here, made by a thread."""
+
+    __slots__ = ()
+
+    def get_ready(self) -> None:
+        """Each part will have memory of its own."""
+
+    def step(self) -> int:
+        """Let the rows be stepped. How many were skipped, is told when they have been."""
+        (job,) = self.jobs
+        job.table.ahead.step(job, functools.partial(_step_part, self._kernel, job.table.words))
+        self._end()
+        return 0
+
+
+def _step_part(kernel: OverThreads, words_of_table: bytes, job: Job, gradient: RowGradient) -> int:
+    """Step the rows of a part of a job's gradient; return how many were skipped."""
+    count, columns = gradient.count, gradient.columns
+    words: Any = words_of(gradient, job.note)
+    if not count:
+        return 0
+    workspace = borrow(Workspace)
+    workspace.add(count, columns, count * columns * gradient.values.itemsize, words, words_of_table, job.step.words)
+    if workspace.check() >= 0:
+        raise RuntimeError("the row numbers of the gradient have changed since the step")
+    workspace.reserve(kernel, torch.get_num_threads())
+    skipped = workspace.run(kernel)
+    workspace.give_back()
+    return skipped
+
+
+def places_among(rows: Tensor, distinct: Tensor) -> Tensor:
+    """For each row its place among distinct ones, which ascend; -1 if it is not there."""
+    places = torch.empty_like(rows)
+    finding_places.call(rows.data_ptr(), len(rows), distinct.data_ptr(), len(distinct), places.data_ptr())
+    return places
+
+
+def launch_of(kernel: OverThreads, kind: type[Launch] = Launch) -> Launch:
     """A launch without jobs, which nobody else has."""
-    launch = borrow(Launch)
+    launch = borrow(kind)
     launch._kernel = kernel
     return launch
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -135,10 +134,6 @@ class DeferredAdam(RowOptimizer):
     _zero_allowed = True  # as torch's Adam has it
     _defers = True
 
-    def _begin(self) -> None:
-        super()._begin()
-        self._self: weakref.ref[Any] = weakref.ref(self)
-
     def _check_group(self, group: Mapping[str, Any], where: str) -> None:
         super()._check_group(group, where)
         if group["weight_decay"] != 0 and not group["decoupled_weight_decay"]:
@@ -263,6 +258,13 @@ class DeferredAdam(RowOptimizer):
             except TypeError:
                 return False
 
+    def _catch_up_announced(self, param: Tensor, rows: Tensor) -> None:
+        pending = self._pending(param)
+        if pending is not None:
+            with self._bare_lock:
+                pending.refuse_writes()
+                pending.catch_up(rows)
+
     def _accept_writes(self, param: Tensor) -> None:
         """Called when a lookup has written to the rows that it has read, as one with ``max_norm`` does."""
         pending = self._pending(param)
@@ -340,7 +342,8 @@ class DeferredAdam(RowOptimizer):
     def _after_launches(self, jobs: Sequence[Job], skipped: int) -> None:
         for job in jobs:
             job.table.pending.accept_writes()
-            job.table.pending.sweep()
+            if job.table.ahead is None or job.table.ahead.is_idle:  # or this is called again when it is
+                job.table.pending.sweep()
 
     def _refuse_stale(self, pending: Deferral) -> None:
         """Raise if the gradient of a table that will not go on waiting names rows that were stale when they were read.
