@@ -258,6 +258,7 @@ class RowOptimizer(StatefulOptimizer):
                     f"{self._name_of(job.param)}: optimizer state converted to second_moment={spec.second!r} and "
                     f"state_dtype={spec.dtype}: {'; '.join(lost)}"
                 )
+        _dense.warn_of_forgotten_sparse([job.param for job in jobs if job.gradient is None], self._name_of)
 
     def _forget(self, table: Table) -> None:
         """Let go of a table that is in no group any more."""
