@@ -13,11 +13,18 @@ CPUS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 NUMBA_CPU_NAME=gene
 ARITHMETIC := $(addprefix tests/,$(addsuffix .py,$(addprefix sparse/test_,same_as_torch options dtypes nonfinite) \
 	$(addprefix deferred/test_,options dtypes backends) kernels/test_backends clip/test_clip arrays/test_arrays \
 	state/test_row_steps))
+SMOKE := $(addprefix tests/,$(addsuffix .py,sparse/test_same_as_torch deferred/test_same_as_torch clip/test_clip \
+	state/test_plain_checkpoints))
 
-.PHONY: demo test check cpus old-cpu stress versions integration clients docs docs-test format bench peers dist clean clean-cache
+.PHONY: demo smoke test check cpus old-cpu stress versions integration clients docs docs-test format bench peers dist clean clean-cache
 
 demo: $(READY)
 	$(BIN)/rowstep demo
+
+# A minute, for somebody who wants to know whether it works here.
+smoke: $(READY)
+	$(BIN)/pytest -q -n 2 --dist worksteal $(SMOKE)
+	@echo "Rowstep works here: its kernels compile, steps and clipping agree with torch's, checkpoints load both ways."
 
 test: $(READY)
 	$(BIN)/pytest -n 2 --dist worksteal

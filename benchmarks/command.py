@@ -130,7 +130,8 @@ def _write(suite: Suite, arguments: argparse.Namespace, console: Console) -> Non
 def machine() -> dict[str, Any]:
     """Which machine and which versions a run was measured with."""
     return {
-        "cpu": _cpu(),
+        "cpu": _cpu("model name") or platform.processor() or platform.machine(),
+        "cpu_flags": _cpu("flags"),
         "cores": os.cpu_count(),
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -139,10 +140,10 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _cpu() -> str:
-    """Linux keeps the processor's name apart; elsewhere Python knows it."""
+def _cpu(about: str) -> str:
+    """What Linux says about the processor; nothing elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(about)), "")

@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch_geometric.datasets import KarateClub
-from torch_geometric.nn import MetaPath2Vec
 
 from rowstep import DeferredAdam
+
+try:
+    from torch_geometric.datasets import KarateClub
+    from torch_geometric.nn import MetaPath2Vec
+except ImportError as missing:
+    raise SystemExit(f"{missing}. This example needs PyTorch Geometric: pip install -e '.[integration]'") from None
 
 
 @torch.no_grad()

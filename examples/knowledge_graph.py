@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import logging
 
-from pykeen.pipeline import pipeline
-
 from rowstep import SparseAdam
+
+try:
+    from pykeen.pipeline import pipeline
+except ImportError as missing:
+    raise SystemExit(f"{missing}. This example needs PyKEEN: pip install -e '.[integration]'") from None
 
 
 def mean_reciprocal_rank(epochs: int, force_sparse: bool) -> float:

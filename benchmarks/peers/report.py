@@ -154,9 +154,15 @@ def blocks(document: Mapping[str, Any]) -> dict[str, str]:
     return made
 
 
+def _vectors(flags: str) -> str:
+    """Whether a CPU has AVX-512, since two that differ in it put FBGEMM and rowstep in opposite orders."""
+    return flags and f" ({'with' if 'avx512f' in flags.split() else 'without'} AVX-512)"
+
+
 def _sentences(document: Mapping[str, Any], measurements: Sequence[Measurement]) -> Iterator[str]:
     machine = document["machine"]
-    yield f"Measured by `{document['command']}` on {machine['cores']} cores of {machine['cpu']}, {machine['system']},"
+    cpu = machine["cpu"] + _vectors(machine.get("cpu_flags", ""))
+    yield f"Measured by `{document['command']}` on {machine['cores']} cores of {cpu}, {machine['system']},"
     yield f"Python {machine['python']}, torch {machine['torch']}, numba {machine['numba']}, numpy {machine['numpy']}."
     if busy := sum(measured.disturbed for measured in measurements):
         yield f"Other work took more than a tenth of the machine during {busy} of the measurements (*)."

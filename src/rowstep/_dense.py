@@ -1,8 +1,8 @@
-"""Parameters with a dense gradient: torch's own functional Adam, fused where that is safe."""
+"""Parameters with a dense gradient: torch's own functional Adam, fused where that is safe, and a warning for tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,11 +10,40 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from ._state import State, count_tensor, largest_count
+from ._torch_internals import has_no_memory
+from ._warnings import warn
 
 # Per parameter: itself, its gradient, its state with moments.
 _Operands = tuple[Tensor, Tensor, State]
 
 _FUSED = ("cuda", "mps", "xpu")
+
+# From this size on, a table is worth a warning. A smaller one's dense step takes under a millisecond; and with fewer
+# rows, it may as well be a layer.
+_LARGE_TABLE, _MANY_ROWS = 1 << 20, 10_000
+
+
+def warn_of_forgotten_sparse(params: Iterable[Tensor], name_of: Callable[[Tensor], str]) -> None:
+    """Warn if some of these parameters, which have not been stepped before, seem to be tables without sparse=True."""
+    names = ", ".join(name_of(param) for param in params if param.grad is not None and _is_mostly_zero(param.grad))
+    if names:
+        warn(
+            f"{names}: over nine tenths of the rows of the dense gradient are zero, and a dense gradient steps the "
+            "whole table; expected a sparse one, which steps only the rows touched. Use nn.Embedding(..., sparse=True) "
+            "or nn.EmbeddingBag(..., sparse=True)"
+        )
+
+
+def _is_mostly_zero(grad: Tensor) -> bool:
+    """Whether this looks like the gradient of a large table of which few rows were looked up.
+
+    One column answers for all: reading it takes a small part of a dense step, and where a row was looked up it is
+    rarely zero. A column without any gradient says nothing.
+    """
+    is_plain = type(grad) is Tensor and grad.is_cpu and grad.dim() == 2  # a DTensor would start a collective
+    if not is_plain or grad.numel() < _LARGE_TABLE or len(grad) < _MANY_ROWS or has_no_memory(grad):
+        return False
+    return 0 < int(grad[:, 0].count_nonzero()) < len(grad) // 10
 
 
 def update_all(items: Iterable[_Operands], group: Mapping[str, Any]) -> None:

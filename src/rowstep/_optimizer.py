@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from . import _ahead, _backends, _dense
@@ -50,12 +50,13 @@ class RowOptimizer(StatefulOptimizer):
     _defers = False
     """Whether rows wait for the steps in which they have no gradient."""
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+    def __init__(self, params: ParamsT | nn.Module, defaults: dict[str, Any]) -> None:
         check_learning_rate(defaults["lr"], zero_allowed=self._zero_allowed)
         self._check_group(defaults, "")
         self._is_complete, self._options = False, _options_of(defaults)
         self._begin()
-        super().__init__(params, defaults)
+        # With their names, so that errors can say which table they are about.
+        super().__init__(params.named_parameters() if isinstance(params, nn.Module) else params, defaults)
         check_layouts(self.param_groups, type(self).__name__)
         self._is_complete = True
         self._look_for_shards()
@@ -271,6 +272,7 @@ class RowOptimizer(StatefulOptimizer):
                     f"{self._name_of(job.param)}: optimizer state converted to second_moment={spec.second!r} and "
                     f"state_dtype={spec.dtype}: {'; '.join(lost)}"
                 )
+        _dense.warn_of_forgotten_sparse([job.param for job in jobs if job.gradient is None], self._name_of)
 
     def _forget(self, table: Table) -> None:
         """Let go of a table that is in no group any more."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from ._gradient import RowGradient, all_rows, nonzero_rows, row_gradient
@@ -36,7 +36,8 @@ class SparseAdam(RowOptimizer):
     sparse, or made so by ``force_sparse``. What is kept for other parameters is as in torch.
 
     Args:
-        params: parameters, named parameters, or dicts that define groups, as for any torch optimizer.
+        params: parameters, named parameters or groups, as for any torch optimizer; or a module, for its
+            ``named_parameters()``. Errors then name the parameter.
         lr: learning rate, a number or a one-element Tensor.
         betas: decay rates β₁ and β₂ of the two moments.
         eps: ε, added to the uncorrected √v of a sparse gradient (as torch.optim.SparseAdam does) and to the
@@ -86,7 +87,7 @@ class SparseAdam(RowOptimizer):
 
     def __init__(
         self,
-        params: ParamsT,
+        params: ParamsT | nn.Module,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,

@@ -29,11 +29,12 @@ from torch.nn import functional as F  # noqa: N812  # as torch's own documents h
 
 from ._torch_internals import (
     as_its_class,
+    break_graph,
     dispatches_itself,
     is_making_a_parameter,
     is_traced,
     is_wrapped,
-    never_compiled,
+    leave_uncompiled,
     plainly,
     untraced,
 )
@@ -87,9 +88,12 @@ class Waiting:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Compiled code must call this anew in every run. A function that says so costs 1.3 µs: not for everybody.
-        see = _see_in_every_run if torch.compiler.is_compiling() else _see
-        return see(func, types, args, kwargs or {})
+        if torch.compiler.is_compiling():  # compiled code must call this anew in every run
+            break_graph(
+                "rows of this table wait for steps of a rowstep optimizer, and which of them have to catch up before "
+                "this read depends on the ids, so it cannot be part of a graph. Use fullgraph=False"
+            )
+        return _see(func, types, args, kwargs or {})
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """torch's own, which is called without a word to ``__torch_function__``."""
@@ -109,6 +113,9 @@ class Waiting:
         return super().__reduce_ex__(protocol)
 
 
+leave_uncompiled(Waiting.__torch_function__)
+
+
 def _see(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Call a function that is handed something that waits, once that is up to date."""
     if func in _LOOKUPS and (lookup := _lookup(func, types, args, kwargs)) is not None:
@@ -120,9 +127,6 @@ def _see(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
             return as_its_class(args[0])
         return func(*args, **kwargs)  # other classes among the arguments may still have something to say
     return plainly(func, *args, **kwargs)
-
-
-_see_in_every_run = never_compiled(_see)
 
 
 @functools.cache

@@ -47,7 +47,7 @@ def test_quick_bench_writes_all_measurements(
     document = run(tmp_path, "--quick", "--repeats", "2", "--threads", "1")
     assert "One step" in capsys.readouterr().out
     assert document["command"].startswith("python -m benchmarks --quick")
-    assert document["machine"].keys() >= {"cpu", "cores", "torch", "numba", "numpy", "rowstep"}
+    assert document["machine"].keys() >= {"cpu", "cpu_flags", "cores", "torch", "numba", "numpy", "rowstep"}
     assert {measured["kind"] for measured in document["measurements"]} == {"step", "dense"}
     for measured in document["measurements"]:
         for timing in measured["seconds"].values():

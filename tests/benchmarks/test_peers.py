@@ -155,7 +155,8 @@ def write_docs(folder: Path, page: str, **changes: Any) -> int:
     document = {
         "command": "python -m benchmarks peers",
         "quick": False,
-        "machine": dict.fromkeys(("cpu", "cores", "system", "python", "torch", "numba", "numpy"), "?"),
+        "machine": dict.fromkeys(("cpu", "cores", "system", "python", "torch", "numba", "numpy"), "?")
+        | {"cpu_flags": "sse2 avx2"},
         "measurements": [one.as_json() for one in MEASURED],
         "versions": {ROWSTEP.name: {"python": "3.11.7"}},
         "missing": {"MXNet, lazy": "needs a Python from 3.10 to 3.11"},
@@ -173,6 +174,7 @@ def test_docs_are_filled_and_drawn_from_the_file(tmp_path: Path) -> None:
         "1.60 (1.60) *",
         "missing: needs a Python from 3.10 to 3.11",
         "during 1 of the measurements",
+        "? cores of ? (without AVX-512), ?",
         "| 10 | 1 | 1.00 | 4.00 | 0.500 | 4.0x | 2.0x |",
     ):
         assert part in text

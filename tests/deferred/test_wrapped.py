@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.utils import counters
 from torch.nn.utils import parametrize
 
 from rowstep import StaleRowsError
 from tests.helpers.copies import objects_through_a_file, pickled
-from tests.helpers.deferred_cases import BAR, Forward, distance, embedding, in_memory, waiting
+from tests.helpers.deferred_cases import BAR, Forward, bag, distance, embedding, in_memory, waiting
 
 pytestmark = pytest.mark.usefixtures("backend")
 
@@ -50,6 +52,43 @@ def test_a_compiled_model(compiler: str, backend: str) -> None:
         batch = torch.tensor([step % 5, 5 + step % 7, 39 - step])
         twins.step(through({twins.model: compiled, twins.twin: twins.twin}, batch))
     twins.assert_same()
+
+
+class Towers(nn.Module):
+    """Nine tables, one more than the number of times that torch compiles a function before it warns and gives up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(embedding(40 + at) for at in range(9))
+        self.bag = bag()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.bag(ids.unsqueeze(1))
+        for table in self.tables:
+            found = found + table(ids)
+        return found
+
+
+def test_a_compiled_model_is_not_compiled_anew_at_every_step() -> None:
+    torch.compiler.reset()
+    twins = waiting(Towers())
+    compiled: Any = torch.compile(twins.model, backend="eager")
+    frames = []
+    counters.clear()
+    for step in range(12):
+        twins.step(through({twins.model: compiled, twins.twin: twins.twin}, (torch.arange(3) * step) % 40))
+        frames.append(counters["frames"]["total"])
+    twins.assert_same()
+    assert frames[-1] == frames[1]
+    assert not [reason for reason in counters["unimplemented"] if "recompile" in reason]
+
+
+def test_a_whole_graph_is_refused_for_a_reason() -> None:
+    torch.compiler.reset()
+    twins = waiting(network())
+    compiled: Any = torch.compile(twins.model, backend="eager", fullgraph=True)
+    with pytest.raises(Unsupported, match=r"Message: rows of this table wait for .* depends on the ids"):
+        compiled(IDS)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")

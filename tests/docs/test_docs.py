@@ -6,9 +6,11 @@ documented in one way, links inside a page or between pages lead somewhere, and 
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -184,3 +186,20 @@ def test_word_vectors_tell_true_contexts_from_drawn_ones() -> None:
     before, after = runpy.run_path(str(EXAMPLES / "word2vec.py"))["main"](epochs=3)
     assert before < 0.55
     assert after > 0.65
+
+
+def test_the_notebook_runs_and_its_optimizers_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cells, one after the other in plain Python, on a smaller table: no kernel of Jupyter's is needed."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("Agg")
+    monkeypatch.setattr(pyplot, "show", lambda: None)
+    cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text())["cells"]
+    source = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    for large, small in (("STEPS = 150", "STEPS = 20"), ("BATCH = 100_000", "BATCH = 1_000")):
+        assert large in source
+        source = source.replace(large, small)
+    found: dict[str, Any] = {}
+    exec(compile(source, "quickstart.ipynb", "exec"), found)
+    assert max(found[name] for name in ("sparse_adam", "deferred_adam", "deferred_adamw")) < 1e-5
+    assert len(pyplot.get_fignums()) == 3
+    pyplot.close("all")

@@ -46,7 +46,7 @@ def made(
     cls: type[Optimizer], rows: int = 10, *, sparse: bool = True, dtype: torch.dtype = torch.float32
 ) -> tuple[nn.Embedding, Optimizer]:
     module = nn.Embedding(rows, 4, sparse=sparse, dtype=dtype)
-    return module, cls(module.parameters()) if cls is SparseAdam else cls(module)  # type: ignore[arg-type]
+    return module, cls(module)
 
 
 def train(module: nn.Embedding, optimizer: Optimizer, ids: Tensor = IDS) -> Tensor:

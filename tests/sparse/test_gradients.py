@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from rowstep import SparseAdam
+from rowstep import DeferredAdamW, SparseAdam
 from tests.helpers.by_hand import AdamByHand
 from tests.helpers.gradients import copy_of, rows_of, same_bits, sparse, step_with, table
 
@@ -68,3 +72,31 @@ def test_rows_of_zeros_rest_under_force_sparse(zero: float) -> None:
     step_with(optimizer, param, torch.tensor([[zero, zero], [zero, 1.0], [zero, zero]]))
     assert (param != before).any(dim=1).tolist() == [False, True, False]
     assert optimizer.state[param]["step"] == 2
+
+
+def dense_gradient(rows: int, columns: int, touched: int) -> tuple[Parameter, Tensor]:
+    grad = torch.zeros(rows, columns)
+    grad[torch.randperm(rows)[:touched]] = 1.0
+    return Parameter(torch.zeros(rows, columns)), grad
+
+
+@pytest.mark.parametrize("cls", [SparseAdam, DeferredAdamW])
+def test_a_forgotten_sparse_is_warned_of_once(cls: type[SparseAdam | DeferredAdamW]) -> None:
+    (users, of_users), (items, of_items) = dense_gradient(20_000, 64, 99), dense_gradient(30_000, 64, 99)
+    optimizer = cls([("users", users), ("items", items)])
+    items.grad = of_items
+    message = re.escape("parameter 0 of group 0 ('users'), parameter 1 of group 0 ('items'): over nine tenths")
+    with pytest.warns(UserWarning, match=f"{message}.*sparse=True") as warned:
+        step_with(optimizer, users, of_users)
+    assert [warning.filename for warning in warned] == [str(Path(__file__).parents[1] / "helpers" / "gradients.py")]
+    step_with(optimizer, users, of_users)  # warnings are errors here
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "touched"),
+    [(20_000, 8, 99), (4_096, 512, 9), (20_000, 64, 4_000), (20_000, 64, 0)],
+    ids=["small", "few rows", "many touched", "all zero"],
+)
+def test_other_dense_gradients_are_nothing_to_warn_of(rows: int, columns: int, touched: int) -> None:
+    param, grad = dense_gradient(rows, columns, touched)
+    step_with(SparseAdam([param]), param, grad)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rowstep import SparseAdam
-from tests.helpers.gradients import copy_of, rows_of, same_bits, step_with, table
+from tests.helpers.gradients import copy_of, rows_of, same_bits, sparse, step_with, table
 
 
 def test_the_signature_begins_as_torchs_and_goes_on_with_keywords() -> None:
@@ -34,8 +36,24 @@ def test_the_signature_begins_as_torchs_and_goes_on_with_keywords() -> None:
         "fused": None,
         "capturable": False,
         "differentiable": False,
+        "state_dir": None,
     }
     assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(theirs) :])
+
+
+def test_a_module_stands_for_its_named_parameters() -> None:
+    users = nn.Embedding(3, 2, sparse=True)
+    model = nn.ModuleDict({"users": users, "top": nn.Linear(2, 1)})
+    optimizer = SparseAdam(model, lr=0.1)
+    (group,) = optimizer.param_groups
+    assert (group["params"], group["lr"]) == (list(model.parameters()), 0.1)
+    with pytest.raises(IndexError, match=re.escape("parameter 0 of group 0 ('users.weight'): ")):
+        step_with(optimizer, users.weight, sparse([[7]], torch.ones(1, 2), (3, 2), checked=False))
+    # A state without names loads into one with names, and the other way round.
+    plain = torch.optim.Adam(model.parameters())
+    plain.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(torch.optim.Adam(model.parameters()).state_dict())
+    assert optimizer.param_groups[0]["param_names"] == ["users.weight", "top.weight", "top.bias"]
 
 
 def test_step_returns_what_the_closure_returns(backend: str) -> None:

@@ -55,7 +55,8 @@ class DeferredAdam(RowOptimizer):
         eⱼ = ε · √(1 - β₂ᵗ) · β₂^(-j/2)
 
     Args:
-        params: parameters, named parameters or groups, as for any torch optimizer; or a module, for its parameters.
+        params: parameters, named parameters or groups, as for any torch optimizer; or a module, for its
+            ``named_parameters()``. Errors then name the parameter.
         lr: learning rate, a number or a one-element Tensor. Any schedule works, even one that changes at every step.
         betas: decay rates β₁ and β₂ of the two moments; β₁ must be below √β₂.
         eps: ε, added to the bias-corrected √v; above 0, or rows without a gradient would divide 0 by 0.
@@ -124,7 +125,7 @@ class DeferredAdam(RowOptimizer):
             "state_dtype": state_dtype, "stochastic_rounding": stochastic_rounding, "seed": seed,
             "foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused,
         }  # fmt: skip
-        super().__init__(params.parameters() if isinstance(params, nn.Module) else params, defaults)
+        super().__init__(params, defaults)
 
     def __del__(self) -> None:
         """A model may outlive its optimizer: whatever rows still wait then are brought up to date."""
@@ -399,7 +400,8 @@ class DeferredAdamW(DeferredAdam):
     and then Adam's update. A row that has waited takes all of it at once, as under ``DeferredAdam``.
 
     Args:
-        params: parameters, named parameters or groups, as for any torch optimizer; or a module, for its parameters.
+        params: parameters, named parameters or groups, as for any torch optimizer; or a module, for its
+            ``named_parameters()``. Errors then name the parameter.
         lr: learning rate; lr · weight_decay must be below 1.
         betas: decay rates of the two moments.
         eps: added to the bias-corrected √v.
