@@ -21,6 +21,9 @@ from tests.helpers.ranks import Ranks
 # step on the numba backend does that.
 os.environ["NUMBA_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / f"rowstep-kernels-{getpass.getuser()}")
 
+# Triton's kernels run on its interpreter, on the CPU. Triton reads this when it is imported, which torch may do.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 THREADS = int(os.environ.get("ROWSTEP_TEST_THREADS", "1"))
 """How many threads torch is told to use in a test that does not say it itself. ``make cpus`` tries four."""
 

@@ -85,7 +85,7 @@ def test_an_unknown_backend_is_refused_and_nothing_changes(name: str, monkeypatc
     param = table(3, 2)
     optimizer = SparseAdam([param])
     before = Snapshot(optimizer)
-    with pytest.raises(ValueError, match=rf"ROWSTEP_BACKEND is '{name}'; expected 'numba' or 'reference'"):
+    with pytest.raises(ValueError, match=rf"ROWSTEP_BACKEND is '{name}'; expected 'triton', 'numba' or 'reference'"):
         step_with(optimizer, param, rows_of(param, [1]))
     before.assert_unchanged()
 
