@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from rowstep import SparseAdam
+from rowstep import DeferredAdamW, SparseAdam
 from tests.helpers.gradients import rows_of, table
 from tests.helpers.interpreter import interpreter as interpreter
 
@@ -68,3 +68,28 @@ def test_a_step_sorts_launches_and_waits_for_nothing(
         assert operations.launches == (["step_rows"] if count < 64 else ["sum_chunks", "step_rows"]) * 2
     assert set(operations.names) <= {"sparse_dim", "_indices", "_values", "detach", "view", "sort", "empty"}
     assert operations.names.count("sort") == 2
+
+
+def test_catching_up_sends_the_window_once_and_waits_for_nothing(operations: Operations) -> None:
+    params = [table(6, 2), table(8, 3)]
+    optimizer = DeferredAdamW(params)
+    for param in params:
+        param.grad = rows_of(param, [0, 1])
+    optimizer.step()
+    for _ in range(3):
+        operations.names.clear()
+        operations.launches.clear()
+        grads = [rows_of(param, torch.randint(len(param), (5,))) for param in params]
+        ids = [grad._indices()[0] for grad in grads]
+        with operations:
+            for param, some in zip(params, ids, strict=True):
+                optimizer.catch_up(param, some)
+        names = list(operations.names)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        with operations:
+            optimizer.step()
+        assert not set(operations.names) & set(WAITING), operations.names
+    assert operations.launches == ["catch_up_rows"] * 2 + ["step_rows"] * 2
+    assert names.count("sort") == 2
+    assert names.count("clone") == 2  # on the CPU it stands for what is sent: the window, and what is new in the ring

@@ -35,9 +35,9 @@ def for_gradient(gradient: RowGradient) -> Any:
     return compiled if is_taken else reference
 
 
-def outside(gradient: RowGradient) -> IndexError | None:
+def outside(gradient: RowGradient, implementation: Any = None) -> IndexError | None:
     """What to raise if a gradient names a row that is not in its table."""
-    row = for_gradient(gradient).first_outside(gradient)
+    row = (implementation or for_gradient(gradient)).first_outside(gradient)
     return None if row is None else IndexError(outside_message(row, gradient.row_count))
 
 

@@ -218,6 +218,18 @@ def first_outside(gradient: RowGradient) -> int | None:
     return None
 
 
+def norm(gradient: RowGradient, power: float) -> Tensor:
+    """The ``power``-norm of the summed gradient, as if it were dense: a Tensor, which nobody has waited for."""
+    some = _Sorted(gradient, _NUMBERS[compute_dtype(gradient.values.dtype)])
+    sums = torch.empty(some.count, dtype=torch.float64, device=gradient.values.device)
+    with torch.cuda.device_of(sums):  # type: ignore[no-untyped-call]
+        some.sum_chunks()
+        over_rows.norm_rows[(some.count,)](
+            *some.told, sums, power, IS_LARGEST=power == math.inf, N=some.number, BLOCK=some.block, num_warps=some.warps
+        )
+    return sums.max() if power == math.inf else sums.sum() ** (1 / power)
+
+
 def catch_up(pending: Any, rows: Tensor | range) -> bool:
     """Bring these rows of a table from the steps in their notes to the schedule's; True: ids outside are reported."""
     table, schedule = pending.table, pending.schedule
@@ -262,7 +274,8 @@ class _Ring:
     """A timeline on a device: of each step the coefficients frozen for it, its rate, its root and what decay leaves."""
 
     def __init__(self) -> None:
-        self._newest, self._log_kept, self._ring = -1, None, torch.empty(0)
+        self._newest, self._ring = -1, torch.empty(0)
+        self._log_kept: Any = None
 
     def up_to_date(self, schedule: Schedule, device: torch.device) -> Tensor:
         timeline, length, capacity = schedule.timeline, schedule.path.window_length, schedule.path.capacity

@@ -162,3 +162,26 @@ def step_rows(
             store(u + at, is_there, u_c, v_bits)  # by the bits of v, whose maximum it is
     if notes is not None:
         tl.store(notes + row, note.to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["count"])
+def norm_rows(
+    chunks, values, row_stride, column_stride, order, rows, count: tl.int64, width, sums,
+    power: tl.float64, IS_LARGEST: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sum of |g|^power over each row, in float64, or the largest |g|; where no run begins, 0. Grid: the count."""
+    here = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + here)
+    result = tl.zeros((), tl.float64)
+    if (here == 0) | (row != tl.load(rows + here - 1, mask=here > 0, other=0)):
+        gradient = (chunks, values, row_stride, column_stride, order, rows, count, width)
+        for start in range(0, width, BLOCK):
+            size = tl.abs(run_sum(gradient, here, row, start + tl.arange(0, BLOCK), N)).to(tl.float64)
+            if IS_LARGEST:
+                largest = tl.max(tl.where(size != size, 0.0, size), axis=0)
+                result = maximum(result, largest)  # a NaN stays one
+                result = tl.where(tl.sum((size != size).to(tl.int32), axis=0) > 0, float("nan"), result)
+            else:
+                powers = tl.where(power == 2.0, size * size, tl.exp(power * tl.log(tl.where(size == 0, 1.0, size))))
+                result += tl.sum(tl.where(size == 0, 0.0, powers), axis=0)
+    tl.store(sums + here, result)
