@@ -1,4 +1,4 @@
-"""What every test gets: the two backends, one place for compiled kernels, and threads and autograd put back."""
+"""What every test gets: the backends, one place for compiled kernels, and threads and autograd put back."""
 
 from __future__ import annotations
 
@@ -37,10 +37,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(params=["reference", "numba"])
+@pytest.fixture(params=["reference", "numba", *(["triton"] if os.environ.get("ROWSTEP_TRITON") == "1" else [])])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test of the update runs once on each backend."""
+    """Every test of the update runs once on each backend; some, under ``make gpu``, on Triton's interpreter too."""
     name: str = request.param
+    if name == "triton":
+        import tests.helpers.interpreter  # noqa: F401  for its effect
     monkeypatch.setenv("ROWSTEP_BACKEND", name)
     return name
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import MutableMapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,9 +34,6 @@ __all__ = ["has_nonfinite", "window_after"]
 _DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 
 _NUMBERS = {torch.float32: tl.float32, torch.float64: tl.float64}
-
-# A program has one block of columns in registers at a time.
-_WIDEST_BLOCK = 1024
 
 reports_late = True
 
@@ -99,41 +96,23 @@ def _places(arrays: list[Tensor], count: int, **options: Any) -> Tensor:
 def words_of(gradient: RowGradient, note: int = 0) -> bytes | None:
     """None if the kernels cannot take a gradient. They are told of it when they are launched."""
     values = gradient.values
-    is_taken = values.dtype in OF_KERNELS and len(gradient.lead) == 1 and not values.is_neg()
-    return b"" if is_taken else None
+    return b"" if values.dtype in OF_KERNELS and len(gradient.lead) == 1 and not values.is_neg() else None
 
 
-class Kind(NamedTuple):
-    """What a kernel is made for, besides the types of tensors and whether they are there."""
-
-    HAS_DECAY: bool
-    AS_DENSE: bool | None
-    BY_ROW: bool
-    ROUNDS_STATE: bool
-    ROUNDS_WEIGHTS: bool
-    N: Any
-    """The type computed with."""
+def kernel_for(job: Job) -> type[Launch]:
+    """The same for all jobs: in a launch, each is launched by itself."""
+    return Launch
 
 
-def kernel_for(job: Job) -> Kind:
-    """The kind of kernel that steps this job: equal for all that one launch can take."""
-    table, rule, scalars = job.table, job.step.rule, job.step.scalars
-    number = _NUMBERS[compute_dtype(*table.dtypes, job.gradient.values.dtype)]
-    return Kind(
-        HAS_DECAY=scalars.decay is not None,
-        AS_DENSE=job.step.as_dense or None,
-        BY_ROW=table.spec.is_by_row,
-        ROUNDS_STATE=table.spec.is_rounded,
-        ROUNDS_WEIGHTS=rule.rounds_weights_of(table.dtypes[0]),
-        N=number,
-    )
+def launch_of(kernel: type[Launch]) -> Launch:
+    """A launch without jobs."""
+    return kernel()
 
 
 class Launch:
-    """Jobs of one kind. Each is launched by itself: one sort, and one kernel or, with long runs, two."""
+    """The jobs of a step. Each takes one sort and one kernel or, with enough ids for long runs, two."""
 
-    def __init__(self, kind: Kind) -> None:
-        self._kind = kind
+    def __init__(self) -> None:
         self.jobs: list[Job] = []
         self.params: list[Tensor] = []
         self.memory: set[int] = set()
@@ -148,7 +127,7 @@ class Launch:
 
     def get_ready(self) -> None:
         """Sort the row numbers, and have all the memory that it takes to run."""
-        self._sorted = [_Sorted(job.gradient, self._kind.N) for job in self.jobs]
+        self._sorted = [_Sorted(job.gradient, *job.table.dtypes) for job in self.jobs]
 
     def step(self) -> int:
         """Step the rows; return 0: how many were skipped is in the reports."""
@@ -156,16 +135,13 @@ class Launch:
         for job, some in zip(self.jobs, self._sorted, strict=True):
             with torch.cuda.device_of(job.param):  # type: ignore[no-untyped-call]
                 some.sum_chunks()
-                _step(job, some, self._kind)
+                _step(job, some)
         return 0
 
 
-launch_of = Launch
-
-
 def _block_of(width: int) -> tuple[int, int]:
-    """How many columns a program has in hand at a time, and in how many warps."""
-    block: int = min(triton.next_power_of_2(width), _WIDEST_BLOCK)
+    """How many columns a program has in registers at a time, and in how many warps."""
+    block: int = min(triton.next_power_of_2(width), 1024)
     return block, max(1, block // 256)
 
 
@@ -176,16 +152,15 @@ def _logs(betas: tuple[float, float]) -> list[float]:
 class _Sorted:
     """A gradient with its row numbers sorted, as kernels are told of it."""
 
-    def __init__(self, gradient: RowGradient, number: Any) -> None:
-        self.count, self.width, self.number = gradient.count, gradient.columns, number
+    def __init__(self, gradient: RowGradient, *dtypes: torch.dtype) -> None:
+        dtype = compute_dtype(gradient.values.dtype, *dtypes)
+        self.count, self.width, self.number = gradient.count, gradient.columns, _NUMBERS[dtype]
         rows, order = torch.sort(gradient.rows, stable=True)
         self.block, self.warps = _block_of(self.width)
-        chunks = None
+        self.chunks = None
         if self.count >= over_rows.CHUNK:
-            dtype = torch.float64 if number is tl.float64 else torch.float32
-            chunks = torch.empty(self.count // over_rows.CHUNK, self.width, dtype=dtype, device=rows.device)
-        self.chunks = chunks
-        self.told = (chunks, gradient.values, *gradient.values.stride(), order, rows, self.count, self.width)
+            self.chunks = torch.empty(self.count // over_rows.CHUNK, self.width, dtype=dtype, device=rows.device)
+        self.told = (self.chunks, gradient.values, *gradient.values.stride(), order, rows, self.count, self.width)
 
     def sum_chunks(self) -> None:
         """Sum what lies in whole chunks of one row."""
@@ -194,22 +169,21 @@ class _Sorted:
             over_rows.sum_chunks[grid](*self.told, N=self.number, BLOCK=self.block, num_warps=self.warps)
 
 
-def _step(job: Job, some: _Sorted, kind: Kind) -> None:
-    table, step, scalars, report = job.table, job.step, job.step.scalars, job.table.report
-    slots, pending, rule = table.slots, table.pending, job.step.rule
-    second = slots["exp_avg_sq_row" if kind.BY_ROW else "exp_avg_sq"]
+def _step(job: Job, some: _Sorted) -> None:
+    table, step, scalars, rule = job.table, job.step, job.step.scalars, job.step.rule
+    slots, spec, pending, report = table.slots, table.spec, table.pending, table.report
     over_rows.step_rows[(some.count,)](
-        table.param, slots.get("exp_avg"), second, slots.get("max_exp_avg_sq"), slots.get("row_step"),
-        None if pending is None else pending.notes,
-        *some.told,
-        table.row_count, report.outside,
+        table.param, slots.get("exp_avg"), slots["exp_avg_sq_row" if spec.is_by_row else "exp_avg_sq"],
+        slots.get("max_exp_avg_sq"), slots.get("row_step"), None if pending is None else pending.notes,
+        *some.told, table.row_count, report.outside,
         report.skipped(some.count) if rule.skips_nonfinite else None,
         None if pending is None else report.stale(some.count),
-        job.note, step.key,
-        *_logs(rule.betas),
+        job.note, step.key, *_logs(rule.betas),
         1 - scalars.beta1, scalars.beta2, 1 - scalars.beta2, scalars.eps, scalars.step_size,
         1.0 if scalars.shrink is None else scalars.shrink, scalars.decay or 0.0, -1.0 if rule.maximize else 1.0,
-        **kind._asdict(), BLOCK=some.block, IS_WIDE=some.width > some.block, num_warps=some.warps,
+        HAS_DECAY=scalars.decay is not None, AS_DENSE=step.as_dense or None, BY_ROW=spec.is_by_row,
+        ROUNDS_STATE=spec.is_rounded, ROUNDS_WEIGHTS=rule.rounds_weights_of(table.dtypes[0]), N=some.number,
+        BLOCK=some.block, IS_WIDE=some.width > some.block, num_warps=some.warps,
     )  # fmt: skip
 
 
@@ -220,7 +194,7 @@ def first_outside(gradient: RowGradient) -> int | None:
 
 def norm(gradient: RowGradient, power: float) -> Tensor:
     """The ``power``-norm of the summed gradient, as if it were dense: a Tensor, which nobody has waited for."""
-    some = _Sorted(gradient, _NUMBERS[compute_dtype(gradient.values.dtype)])
+    some = _Sorted(gradient)
     sums = torch.empty(some.count, dtype=torch.float64, device=gradient.values.device)
     with torch.cuda.device_of(sums):  # type: ignore[no-untyped-call]
         some.sum_chunks()
@@ -233,11 +207,10 @@ def norm(gradient: RowGradient, power: float) -> Tensor:
 def catch_up(pending: Any, rows: Tensor | range) -> bool:
     """Bring these rows of a table from the steps in their notes to the schedule's; True: ids outside are reported."""
     table, schedule = pending.table, pending.schedule
-    count, first, ids = (len(rows), rows.start, None) if isinstance(rows, range) else (rows.numel(), 0, rows)
+    count, first = len(rows), rows.start if isinstance(rows, range) else 0
     if not count or not pending.columns:
         return True
-    if ids is not None:
-        ids, _ = torch.sort(ids.view(-1))
+    ids = None if isinstance(rows, range) else torch.sort(rows).values
     path, slots, spec = schedule.path, table.slots, table.spec
     dtype = compute_dtype(*table.dtypes)
     smallest = torch.finfo(dtype).smallest_normal

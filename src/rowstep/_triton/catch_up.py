@@ -12,14 +12,10 @@ import triton.language as tl
 from .._schedule import COEFFICIENTS, EBAR, M0, M2, M3, M4, M5, UNSAFE_UP_TO
 from .numbers import bits_of, load, root, state_key, store, weights_key, widen
 
-# What is kept on the device of each step, behind the coefficients that were frozen.
-RATE, ROOT, LOG_KEPT = range(COEFFICIENTS, COEFFICIENTS + 3)
-RING_COLUMNS = COEFFICIENTS + 3
-
-_COEFFICIENTS, _RING_COLUMNS = tl.constexpr(COEFFICIENTS), tl.constexpr(RING_COLUMNS)
-_RATE, _ROOT, _LOG_KEPT = tl.constexpr(RATE), tl.constexpr(ROOT), tl.constexpr(LOG_KEPT)
-_M0, _EBAR, _M2, _M3 = tl.constexpr(M0), tl.constexpr(EBAR), tl.constexpr(M2), tl.constexpr(M3)
-_M4, _M5, _UNSAFE_UP_TO = tl.constexpr(M4), tl.constexpr(M5), tl.constexpr(UNSAFE_UP_TO)
+# On the device a step has the coefficients that were frozen for it and, behind them, what it was like.
+_COEFFICIENTS, _RING_COLUMNS = tl.constexpr(COEFFICIENTS), tl.constexpr(COEFFICIENTS + 3)
+_RATE, _ROOT, _LOG_KEPT = (tl.constexpr(COEFFICIENTS + n) for n in range(3))
+_M0, _EBAR, _M2, _M3, _M4, _M5, _UNSAFE_UP_TO = map(tl.constexpr, (M0, EBAR, M2, M3, M4, M5, UNSAFE_UP_TO))
 
 
 @triton.jit
@@ -42,9 +38,8 @@ def catch_up_rows(
     ids, first: tl.int64, count: tl.int64, row_count: tl.int64, width, outside,
     window, ring, length: tl.int64, capacity: tl.int64, step: tl.int64, key: tl.int64,
     log_beta1: tl.float64, log_beta2: tl.float64, ratio: tl.float64, growth: tl.float64, eps: tl.float64,
-    dust: tl.float64, smallest: tl.float64,
+    dust: tl.float64, smallest: tl.float64, BLOCK: tl.constexpr,
     BY_ROW: tl.constexpr, ROUNDS_STATE: tl.constexpr, ROUNDS_WEIGHTS: tl.constexpr, N: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Bring the rows that sorted ids name, or those from ``first`` on, to ``step``. Grid: how many there are."""
     here = tl.program_id(0).to(tl.int64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from typing import Any
 
 import triton
@@ -12,19 +11,16 @@ import triton.language as tl
 from .._rules import adam, rounding
 
 
-def shared(function: Callable[..., Any]) -> Any:
+def shared(function: Any) -> Any:
     """A function of ``_rules`` as Triton compiles it.
 
     Triton reads module-level names only where they are constants of its own: integers are, and annotations are nothing.
     """
-    names = {name: tl.constexpr(value if isinstance(value, int) else None) for name, value in vars_of(function).items()}
+    known = {name: value for name, value in function.__globals__.items() if not name.startswith("__")}
+    names = {name: tl.constexpr(value if isinstance(value, int) else None) for name, value in known.items()}
     copied = types.FunctionType(function.__code__, names | {"tl": tl}, function.__name__)
     copied.__module__, copied.__qualname__ = function.__module__, function.__qualname__
     return triton.jit(copied)
-
-
-def vars_of(function: Any) -> dict[str, Any]:
-    return {name: value for name, value in function.__globals__.items() if not name.startswith("__")}
 
 
 rule = shared(adam.update)
@@ -59,9 +55,7 @@ def weights_key(key, row):
 
 @triton.jit
 def bits_of(key, columns):
-    """32 random bits for each of these columns: the lower half for a weight or a first moment, the upper for a second
-    one.
-    """
+    """32 random bits for each of these columns: the lower half is for a first moment, the upper for a second."""
     return _random_bits(key, columns, _low, _mix)
 
 

@@ -90,7 +90,9 @@ def step_rows(
     first_columns = tl.arange(0, BLOCK)
     if not IS_WIDE:
         g = run_sum(gradient, here, row, first_columns, N)
-    sign_n, decay_n = tl.full((), sign, N), tl.full((), decay, N)
+    sign_n, decay_n = tl.full((), sign, N), None
+    if HAS_DECAY:
+        decay_n = tl.full((), decay, N)
 
     # What the whole row decides: whether it is finite, and the mean of its squares.
     if (skipped is not None) or BY_ROW:
@@ -127,9 +129,6 @@ def step_rows(
         r = averaged(widen(tl.load(v + row), N), square, beta2_n, one_minus_beta2_n, AS_DENSE)
         store(v + row, None, r, None)
         rate = rate / (root(r) + eps_n)
-    inner_decay = None
-    if HAS_DECAY:
-        inner_decay = decay_n
 
     for start in range(0, width, BLOCK):
         columns = start + first_columns
@@ -146,7 +145,7 @@ def step_rows(
         p_c, m_c, v_c, u_c = rule(
             load(p + at, is_there, N), m_c, v_c, u_c, sign_n * g,
             tl.full((), one_minus_beta1, N), beta2_n, one_minus_beta2_n, eps_n, rate,
-            None, tl.full((), shrink, N), inner_decay, AS_DENSE, root, maximum,
+            None, tl.full((), shrink, N), decay_n, AS_DENSE, root, maximum,
         )  # fmt: skip
         if ROUNDS_WEIGHTS:
             p_bits = bits_of(weights_key(key, row), columns)
@@ -178,8 +177,7 @@ def norm_rows(
         for start in range(0, width, BLOCK):
             size = tl.abs(run_sum(gradient, here, row, start + tl.arange(0, BLOCK), N)).to(tl.float64)
             if IS_LARGEST:
-                largest = tl.max(tl.where(size != size, 0.0, size), axis=0)
-                result = maximum(result, largest)  # a NaN stays one
+                result = maximum(result, tl.max(tl.where(size != size, 0.0, size), axis=0))
                 result = tl.where(tl.sum((size != size).to(tl.int32), axis=0) > 0, float("nan"), result)
             else:
                 powers = tl.where(power == 2.0, size * size, tl.exp(power * tl.log(tl.where(size == 0, 1.0, size))))
