@@ -90,6 +90,28 @@ def test_an_unknown_backend_is_refused_and_nothing_changes(name: str, monkeypatc
     before.assert_unchanged()
 
 
+@pytest.mark.usefixtures("nothing_is_chosen_yet")
+def test_triton_must_be_there_if_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "rowstep._backends.triton", raising=False)
+    monkeypatch.setenv("ROWSTEP_BACKEND", "triton")
+    param = table(3, 2)
+    optimizer = SparseAdam([param])
+    before = Snapshot(optimizer)
+    with pytest.raises(ImportError, match="ROWSTEP_BACKEND is 'triton', but Triton could not be imported"):
+        step_with(optimizer, param, rows_of(param, [1]))
+    before.assert_unchanged()
+
+
+@pytest.mark.usefixtures("nothing_is_chosen_yet")
+def test_without_triton_other_devices_take_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "rowstep._backends.triton", raising=False)
+    for name in ("", "numba", "reference"):
+        monkeypatch.setenv("ROWSTEP_BACKEND", name)
+        assert _backends.kernels_for(torch.empty(3, 2, device="meta")) is None
+
+
 def test_a_new_table_or_batch_size_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from rowstep._kernels import cache
 

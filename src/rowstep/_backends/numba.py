@@ -38,7 +38,7 @@ _TABLE = struct.Struct(f"=3q{8 * (JOB_WORDS - 9)}x")  # a table of which nothing
 _CATCH_UP = struct.Struct(f"={catching_up.TOLD_WORDS}q")
 
 
-reports_late = False
+reports_late = False  # what is wrong with a gradient is known before a row moves
 
 
 def runs_on(device: torch.device) -> bool:

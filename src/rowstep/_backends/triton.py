@@ -35,7 +35,7 @@ _DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 
 _NUMBERS = {torch.float32: tl.float32, torch.float64: tl.float64}
 
-reports_late = True
+reports_late = True  # see ``Report``
 
 
 def runs_on(device: torch.device) -> bool:
