@@ -6,6 +6,7 @@ READY := $(VENV)/.ready
 INTEGRATION := .venv-integration
 CLIENTS := .venv-clients
 DOCS := .venv-docs
+GPU := .venv-gpu
 
 # Other CPUs, as far as this one can stand for them: torch's kernels without vector instructions and with AVX2 only,
 # ours without fused multiply-add; and more threads than most machines have cores.
@@ -15,8 +16,10 @@ ARITHMETIC := $(addprefix tests/,$(addsuffix .py,$(addprefix sparse/test_,same_a
 	state/test_row_steps))
 SMOKE := $(addprefix tests/,$(addsuffix .py,sparse/test_same_as_torch deferred/test_same_as_torch clip/test_clip \
 	state/test_plain_checkpoints))
+# Those of the tests of the update that are small enough for Triton's interpreter.
+INTERPRETED := $(addprefix tests/,sparse/test_options.py sparse/test_nonfinite.py state/test_row_steps.py)
 
-.PHONY: demo smoke test check cpus old-cpu stress versions integration clients docs docs-test format bench peers dist clean clean-cache
+.PHONY: demo smoke test check gpu cpus old-cpu stress versions integration clients docs docs-test format bench peers dist clean clean-cache
 
 demo: $(READY)
 	$(BIN)/rowstep demo
@@ -34,6 +37,10 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(MAKE) test
+
+# The kernels for GPUs, without one: on Triton's interpreter, and compiled for three devices.
+gpu: $(GPU)/.ready
+	ROWSTEP_TRITON=1 $(GPU)/bin/python -m pytest -n 2 --dist worksteal -k "gpu or triton" tests/gpu $(INTERPRETED)
 
 # Every test with each setting; all are tried, and those that failed are named at the end.
 cpus: $(READY)
@@ -93,6 +100,14 @@ dist:
 $(READY): pyproject.toml constraints.txt src/rowstep/__init__.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0 -e '.[dev]'
+	touch $@
+
+# What .venv has, and Triton, whose wheel is 286 MB: torch's builds for GPUs bring it, those for CPUs do not.
+$(GPU)/.ready: $(READY)
+	$(PYTHON) -m venv $(GPU)
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
+		"$$($(GPU)/bin/python -c 'import site; print(site.getsitepackages()[0])')/venv.pth"
+	$(GPU)/bin/pip install --quiet --disable-pip-version-check triton==3.8.0
 	touch $@
 
 $(INTEGRATION)/.ready: pyproject.toml constraints.txt constraints-integration.txt

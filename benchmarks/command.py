@@ -20,6 +20,7 @@ from benchmarks import pages, report
 from benchmarks.contenders import DisagreementError
 from benchmarks.deferred import DeferredSuite
 from benchmarks.distributed import DistributedSuite
+from benchmarks.gpu import GpuSuite
 from benchmarks.memory import MemorySuite
 from benchmarks.peers.environments import MissingError
 from benchmarks.peers.suite import PeersSuite
@@ -36,6 +37,7 @@ SUITES: dict[str, type[Suite]] = {
     "deferred": DeferredSuite,
     "distributed": DistributedSuite,
     "memory": MemorySuite,
+    "gpu": GpuSuite,
     "peers": PeersSuite,
     "quality": QualitySuite,
     "lazy": LazySuite,
@@ -49,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     kind = SUITES[arguments.suite]
     if arguments.threads and kind.own_threads:
         return _fail(2, f"{arguments.suite} {kind.own_threads} and takes no --threads")
+    if reason := kind.unavailable():
+        print(reason)
+        return 0
     threads = arguments.threads or sorted({1, torch.get_num_threads()})
     repeats = arguments.repeats or (kind.quick_repeats if arguments.quick else kind.usual_repeats)
     suite = kind(quick=arguments.quick, threads=threads, repeats=repeats, data=arguments.data)
@@ -62,12 +67,12 @@ def _parser() -> argparse.ArgumentParser:
     about = "Time a step against torch's optimizers and the machine's memory, or see what it learns."
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=about)
     suites = (
-        "SparseAdam (default), DeferredAdam, sharded tables, kinds of state, other packages, what models learn with "
-        "less state, or what they learn if only rows with a gradient move"
+        "SparseAdam (default), DeferredAdam, sharded tables, kinds of state, a GPU, other packages, what models learn "
+        "with less state, or what they learn if only rows with a gradient move"
     )
     parser.add_argument("suite", nargs="?", choices=SUITES, default="sparse", help=suites)
     parser.add_argument("--only", nargs="+", metavar="PART", help="parts of the suite, such as zipf-1m or flush")
-    threads = "thread counts (default: one, and all cores; not for distributed, quality, lazy)"
+    threads = "thread counts (default: one, and all cores; not for distributed, gpu, quality, lazy)"
     parser.add_argument("--threads", nargs="+", type=positive, help=threads)
     repeats = "rounds of a measurement, at least (default: 25, quick: 5); of quality and lazy: seeds"
     parser.add_argument("--repeats", type=positive, help=repeats)

@@ -51,6 +51,11 @@ class Suite(abc.ABC):
         self.findings: dict[str, Any] = {}  # for the JSON file: what was found besides the measurements
         self.bars: list[Bar] = []  # they are set for the full sizes; a quick run does not report them
 
+    @staticmethod
+    def unavailable() -> str:
+        """Why the suite cannot measure anything on this machine, in a sentence; empty if it can."""
+        return ""
+
     @abc.abstractmethod
     def parts(self) -> Iterator[Part]:
         """In the order in which they run."""

@@ -1,4 +1,4 @@
-"""What every test gets: the two backends, one place for compiled kernels, and threads and autograd put back."""
+"""What every test gets: the backends, one place for compiled kernels, and threads and autograd put back."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ from tests.helpers.ranks import Ranks
 # step on the numba backend does that.
 os.environ["NUMBA_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / f"rowstep-kernels-{getpass.getuser()}")
 
+# Triton's kernels run on its interpreter, on the CPU. Triton reads this when it is imported, which torch may do.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 THREADS = int(os.environ.get("ROWSTEP_TEST_THREADS", "1"))
 """How many threads torch is told to use in a test that does not say it itself. ``make cpus`` tries four."""
 
@@ -37,10 +40,12 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(params=["reference", "numba"])
+@pytest.fixture(params=["reference", "numba", *(["triton"] if os.environ.get("ROWSTEP_TRITON") == "1" else [])])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test of the update runs once on each backend."""
+    """Every test of the update runs once on each backend; some, under ``make gpu``, on Triton's interpreter too."""
     name: str = request.param
+    if name == "triton":
+        import tests.helpers.interpreter  # noqa: F401  for its effect
     monkeypatch.setenv("ROWSTEP_BACKEND", name)
     return name
 

@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _before_sync
-from ._backends import kernels
 from ._gradient import RowGradient
 from ._table import Job
 from ._torch_internals import note_writes, plainly, writes_to
@@ -100,6 +99,8 @@ class Ahead:
         """The distinct rows that were last taken, since the last step: its gradient may have the same."""
         self._split: _Split | None = None
         self._reads_early = False
+        self._kernels: Any = None
+        """Those of the last step."""
 
     # Announcing
 
@@ -115,9 +116,9 @@ class Ahead:
 
     def _compare(self) -> None:
         """Let the worker find out which rows of the next step will be urgent, while the model computes."""
-        taken, batches, compiled = self._taken, tuple(self.announced), kernels()
-        if taken is not None and batches and compiled is not None:
-            self._orders.append(_Order(lambda: setattr(self, "_split", _Split(taken, batches, compiled)), ()))
+        taken, batches = self._taken, tuple(self.announced)
+        if taken is not None and batches and self._kernels is not None:
+            self._orders.append(_Order(lambda: setattr(self, "_split", _Split(taken, batches, self._kernels)), ()))
             _tell_worker(self)
 
     def take(self, ids: Tensor) -> Announced | None:
@@ -160,7 +161,7 @@ class Ahead:
     def step(self, job: Job, step_rows: Callable[[Job, RowGradient], int]) -> None:
         """Let the worker make a step that has been counted: what announced batches name first."""
         table, keeper = job.table, job.table.keeper()
-        param = table.param
+        param, self._kernels = table.param, table.kernels
         self._reads_early = table.pending is None and not param.is_inference()
         before = writes_to(param) if self._reads_early and isinstance(param, Waiting) else -2
         note_writes([param])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -10,10 +11,14 @@ from . import _fork as _fork
 from ._warnings import warn
 
 
-def choose(name: str, compiled: str, reference: str) -> Any:
-    """One of two modules, by the value of ROWSTEP_BACKEND; the compiled one is imported only if it is chosen."""
+def choose(name: str, compiled: str, reference: str, others: Sequence[str] = ()) -> Any:
+    """One of two modules, by the value of ROWSTEP_BACKEND; the compiled one is imported only if it is chosen.
+
+    ``others`` are names that the caller knows besides.
+    """
     if name not in ("", "numba", "reference"):
-        raise ValueError(f"ROWSTEP_BACKEND is {name!r}; expected 'numba' or 'reference'")
+        known = ", ".join(map(repr, (*others, "numba")))
+        raise ValueError(f"ROWSTEP_BACKEND is {name!r}; expected {known} or 'reference'")
     if name == "reference":
         return import_module(reference)
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,7 +130,7 @@ def _split(parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
 def _clamped_sums(grad: Tensor, clip_value: float) -> Tensor:
     """The gradient with duplicates combined, in the dtype a step would sum them in, and then clamped."""
-    _checked(grad)  # coalesce trusts the indices
+    _checked(grad, _backends.reference)  # coalesce trusts the indices
     indices, values = indices_of(grad), values_of(grad)
     # What claims to be coalesced may still hold duplicates.
     summed = like_sparse(grad, indices, values.to(compute_dtype(grad.dtype)), coalesced=False).coalesce()
@@ -174,20 +175,26 @@ def _total_norm(parameters: list[Tensor], norm_type: float, foreach: bool | None
     dense = [param.grad for param in with_dense if param.grad is not None]
     if not sparse:
         return torch.nn.utils.get_total_norm(dense, norm_type, foreach=foreach)
+    device, dtype = (*dense, *sparse)[0].device, compute_dtype(*(grad.dtype for grad in (*dense, *sparse)))
     gradients = [_checked(grad) for grad in sparse]
     # Of a power that is not above 0, the rows that a gradient does not name count as well.
     backends = [_backends.for_gradient(each) if norm_type > 0 else _backends.reference for each in gradients]
-    norms: list[float] = [each.norm(gradient, norm_type) for each, gradient in zip(backends, gradients, strict=True)]
+    norms: list[Any] = [each.norm(gradient, norm_type) for each, gradient in zip(backends, gradients, strict=True)]
     # Of order 0 the norm counts tensors that are not 0, so they may not be put together by twos or threes.
     parts = [[grad] for grad in dense] if norm_type == 0 else [dense] if dense else []
-    norms += [float(torch.nn.utils.get_total_norm(part, norm_type, foreach=foreach)) for part in parts]
-    total: Tensor = torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), norm_type)
-    return total.to((*dense, *sparse)[0].device, compute_dtype(*(grad.dtype for grad in (*dense, *sparse))))
+    of_dense = [torch.nn.utils.get_total_norm(part, norm_type, foreach=foreach) for part in parts]
+    if any(isinstance(norm, Tensor) for norm in norms):  # on a GPU, which nobody has waited for
+        each = torch.stack([torch.as_tensor(norm, dtype=torch.float64, device=device) for norm in (*norms, *of_dense)])
+    else:
+        each = torch.tensor([*norms, *map(float, of_dense)], dtype=torch.float64)
+    total: Tensor = torch.linalg.vector_norm(each, norm_type)
+    return total.to(device, dtype)
 
 
-def _checked(grad: Tensor) -> RowGradient:
+def _checked(grad: Tensor, implementation: Any = None) -> RowGradient:
+    """A gradient as rows; raise if one is not in its table. On a GPU only the reference waits to find out."""
     gradient = row_gradient(grad, grad.shape)
     gradient.check_memory()
-    if flaw := _backends.outside(gradient):
+    if flaw := _backends.outside(gradient, implementation):
         raise flaw
     return gradient

@@ -25,7 +25,7 @@ def add(job: Job, launches: Launches) -> None:
         gradient.check_memory()
         launches[job] = reference.Launch(job)
         return
-    key = table.dtypes, table.spec, values.dtype, step.as_dense
+    key = kernels, table.dtypes, table.spec, values.dtype, step.as_dense
     kernel = step.rule.kernels.get(key)
     if kernel is None:
         kernel = step.rule.kernels[key] = kernels.kernel_for(job)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from . import _ahead, _backends, _dense
-from ._gradient import RowGradient, check_gradient, row_gradient
+from ._gradient import RowGradient, check_gradient, outside_message, row_gradient
 from ._launches import Launches, add
 from ._options import (
     check_is_number,
@@ -65,6 +65,8 @@ class RowOptimizer(StatefulOptimizer):
         super()._begin()
         self._rules: dict[int, tuple[tuple[Any, ...], Rule]] = {}
         """By the id of a group: everything in it, as the objects that they were, and its rule."""
+        self._reports: dict[int, Any] = {}
+        """By the id of a parameter on a GPU: what kernels have found wrong, to be read later."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with the same checks as the constructor. A refused group is not added.
@@ -152,7 +154,8 @@ class RowOptimizer(StatefulOptimizer):
         for launch in launches.values():
             flawed = launch.first_flawed()
             if flawed is not None:
-                raise self._named(self._flaw_of(flawed), flawed.param)
+                late = None if flawed.table.report is None else self._late_flaw(flawed.table)
+                raise self._named(late or self._flaw_of(flawed), flawed.param)
         # Everything has been checked. What is new is made, all is counted, and then the rows move.
         if new:
             self._make_state(new)
@@ -242,11 +245,15 @@ class RowOptimizer(StatefulOptimizer):
             raise ValueError(reason)
         if not spec.is_met_by(state):
             return None
-        return self._new_table(param, state, spec)
+        return self._table_of(param, state, spec)
 
-    def _new_table(self, param: Tensor, state: State, spec: StateSpec) -> Table:
-        self._tables[id(param)] = table = Table(param, state, spec, _backends.kernels())
-        if self._lock is not self._bare_lock and table.kernels is not None:
+    def _table_of(self, param: Tensor, state: State, spec: StateSpec) -> Table:
+        """The table of this parameter, made anew. What kernels have found in the one before is not lost."""
+        kernels = _backends.kernels_for(param)
+        self._tables[id(param)] = table = Table(param, state, spec, kernels)
+        if table.kernels is not None and table.kernels.reports_late:
+            table.report = self._reports.setdefault(id(param), kernels.Report(param.device))
+        elif self._lock is not self._bare_lock and table.kernels is not None:
             table.ahead, table.keeper = _ahead.of(param), self._self
         return table
 
@@ -266,7 +273,7 @@ class RowOptimizer(StatefulOptimizer):
             state, spec = self.state[job.param], job.spec
             spec.install(state, slots)
             self._files.count(self, job.param)
-            job.table = self._new_table(job.param, state, spec)
+            job.table = self._table_of(job.param, state, spec)
             if lost:
                 warn(
                     f"{self._name_of(job.param)}: optimizer state converted to second_moment={spec.second!r} and "
@@ -281,6 +288,24 @@ class RowOptimizer(StatefulOptimizer):
     def _flaw_of(self, job: Job) -> Exception:
         """What is wrong with a job that the kernels have refused."""
         return _backends.outside(job.gradient) or RuntimeError("the kernels have refused the gradient")
+
+    def _late_flaw(self, table: Table) -> Exception | None:
+        """What kernels on a GPU have found wrong with a table's gradient in an earlier step: said once."""
+        outside, stale = table.report.taken()
+        if outside is not None:
+            return IndexError(f"in an earlier step {outside_message(outside, table.row_count)}. {_LEFT_OUT}")
+        return self._stale_flaw(stale) if stale else None
+
+    def _stale_flaw(self, stale: int) -> Exception | None:
+        """What to say of rows that were not up to date in an earlier step."""
+        return None
+
+    def _raise_late_flaws(self) -> None:
+        for table in self._tables.values():
+            if table.report is not None:
+                table.report.wait()
+                if flaw := self._late_flaw(table):
+                    raise self._named(flaw, table.param)
 
     def _count(self, jobs: Sequence[Job]) -> None:
         """Count these steps, which will be made right after."""
@@ -336,6 +361,11 @@ class RowOptimizer(StatefulOptimizer):
 
 
 _NO_STATE: State = {}
+
+_LEFT_OUT = (
+    "The table did not move in that step, which was counted. On a GPU a step does not wait to look at its ids: this is "
+    "raised by the next one"
+)
 
 
 def _options_of(defaults: Mapping[str, Any]) -> Callable[[Group], tuple[Any, ...]]:

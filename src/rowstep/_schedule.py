@@ -274,17 +274,18 @@ class Schedule:
         known, following = self._next[0], self._next[1]()
         if following is None or known != step:
             timeline = self.timeline.for_step(number, step)
-            if kernels is None:
-                window = path.window_after(self._window, step)
-                if number > timeline.newest:
-                    timeline.write(number, step, window.table[path.window_length])
-            else:
-                window = kernels.window_after(path, self._window, step, timeline, number)
+            after = window_after if kernels is None else kernels.window_after
+            window = after(path, self._window, step, timeline, number)
             if number > timeline.newest:
                 timeline.count(number)
             following = Schedule(path, number, window, timeline)
             self._next = step, weakref.ref(following)
         return following
+
+    @property
+    def window(self) -> Any:
+        """The coefficients of the gaps 0 to ``window_length``."""
+        return self._window.table
 
     def coefficients(self, since: Any) -> tuple[Any, Any, Any]:
         """For rows up to date at the steps ``since``: coefficients, what decay leaves of p, and of the past sum."""
@@ -311,3 +312,11 @@ class Schedule:
         growth = np.exp(np.minimum(powers * math.log(path.growth), 700.0))
         e = path.eps * self.timeline.root[slots] * growth
         return self.timeline.rate[slots] * kept * path.ratio**powers, e
+
+
+def window_after(path: Path, window: Window, step: _Step, timeline: _Timeline, number: int) -> Window:
+    """The window after the ``number``-th step, which is written to the timeline unless it is there."""
+    after = path.window_after(window, step)
+    if number > timeline.newest:
+        timeline.write(number, step, after.table[path.window_length])
+    return after

@@ -82,9 +82,6 @@ class SparseAdam(RowOptimizer):
 
     _own_when_loading = (*RowOptimizer._own_when_loading, "state_dir")
 
-    skipped_rows: int
-    """How many row updates ``nonfinite="skip"`` has skipped so far."""
-
     def __init__(
         self,
         params: ParamsT | nn.Module,
@@ -118,7 +115,13 @@ class SparseAdam(RowOptimizer):
             "state_dir": state_dir,
         }  # fmt: skip
         super().__init__(params, defaults)
-        self.skipped_rows = 0
+        self._skipped = 0
+
+    @property
+    def skipped_rows(self) -> int:
+        """How many row updates ``nonfinite="skip"`` has skipped so far. To read it is to wait for tables on a GPU."""
+        on_gpus: int = sum(report.skipped_rows for report in self._reports.values())
+        return self._skipped + on_gpus
 
     def _as_rows(self, param: Tensor, grad: Tensor, state: State, rule: Rule) -> tuple[RowGradient | None, bool, bool]:
         if grad.is_sparse:
@@ -143,7 +146,7 @@ class SparseAdam(RowOptimizer):
             job.table.state["step"] = job.step.count
 
     def _after_launches(self, jobs: Sequence[Job], skipped: int) -> None:
-        self.skipped_rows += skipped
+        self._skipped += skipped
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"skipped_rows": self.skipped_rows}
+        return super().__getstate__() | {"_skipped": self.skipped_rows}

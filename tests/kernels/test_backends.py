@@ -86,10 +86,31 @@ def test_an_unknown_backend_is_refused_and_nothing_changes(
 ) -> None:
     step = stepping()
     monkeypatch.setenv("ROWSTEP_BACKEND", name)
-    with pytest.raises(ValueError, match=rf"ROWSTEP_BACKEND is '{name}'; expected 'numba' or 'reference'"):
+    with pytest.raises(ValueError, match=rf"ROWSTEP_BACKEND is '{name}'; expected .*'numba' or 'reference'"):
         step()
     monkeypatch.setenv("ROWSTEP_BACKEND", "reference")
     assert step()[1, 0] == pytest.approx(-0.5)  # the first step, of a table that was as it had been
+
+
+@pytest.mark.usefixtures("nothing_is_chosen_yet")
+def test_triton_must_be_there_if_the_environment_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "rowstep._backends.triton", raising=False)
+    monkeypatch.setenv("ROWSTEP_BACKEND", "triton")
+    param = table(3, 2)
+    optimizer = SparseAdam([param])
+    with pytest.raises(ImportError, match="ROWSTEP_BACKEND is 'triton', but Triton could not be imported"):
+        step_with(optimizer, param, rows_of(param, [1]))
+    assert not optimizer.state
+
+
+@pytest.mark.usefixtures("nothing_is_chosen_yet")
+def test_without_triton_other_devices_take_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "rowstep._backends.triton", raising=False)
+    for name in ("", "numba", "reference"):
+        monkeypatch.setenv("ROWSTEP_BACKEND", name)
+        assert _backends.kernels_for(torch.empty(3, 2, device="meta")) is None
 
 
 def test_a_new_table_or_batch_size_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

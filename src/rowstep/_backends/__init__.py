@@ -1,40 +1,56 @@
 """Which implementation runs, for each tensor of the torch optimizers: chosen here and nowhere else.
 
-The kernels take what lies in this machine's memory without gaps. The reference takes everything: GPUs and other
-devices, strides of their own. ``ROWSTEP_BACKEND=reference`` or ``=numba`` in the environment forces one. Without Numba
-the reference runs, and one warning says so.
+    numba       tables in this machine's memory, without gaps
+    triton      tables on a GPU, without gaps, where Triton can be imported, as it can with torch's builds for GPUs
+    reference   everything: other devices, dtypes and strides
+
+``ROWSTEP_BACKEND`` in the environment forces one of them; what that one does not take is left to the reference. Without
+Numba the reference runs, and one warning says so.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+from importlib import import_module
 from typing import Any
+
+from torch import Tensor
 
 from .._choice import choose
 from .._gradient import RowGradient, outside_message
 from . import reference
 
 
-def kernels() -> Any:
-    """The compiled kernels, or None where the reference runs. Numba is imported by the first table that asks."""
-    return _load(os.environ.get("ROWSTEP_BACKEND", ""))
+def kernels_for(tensor: Tensor) -> Any:
+    """The kernels for where a tensor is, or None where the reference runs. The first call imports Numba or Triton."""
+    compiled = _load(os.environ.get("ROWSTEP_BACKEND", ""), tensor.is_cpu)
+    return compiled if compiled is not None and compiled.runs_on(tensor.device) else None
 
 
 def for_gradient(gradient: RowGradient) -> Any:
     """The implementation that can take this gradient."""
-    compiled = kernels()
+    compiled = kernels_for(gradient.values)
     is_taken = compiled is not None and not gradient.is_empty and compiled.words_of(gradient) is not None
     return compiled if is_taken else reference
 
 
-def outside(gradient: RowGradient) -> IndexError | None:
+def outside(gradient: RowGradient, implementation: Any = None) -> IndexError | None:
     """What to raise if a gradient names a row that is not in its table."""
-    row = for_gradient(gradient).first_outside(gradient)
+    row = (implementation or for_gradient(gradient)).first_outside(gradient)
     return None if row is None else IndexError(outside_message(row, gradient.row_count))
 
 
 @functools.cache
-def _load(name: str) -> Any:
-    chosen = choose(name, f"{__name__}.numba", f"{__name__}.reference")
+def _load(name: str, on_cpu: bool) -> Any:
+    if name == "triton" or (name == "" and not on_cpu):
+        try:
+            return import_module(f"{__name__}.triton")
+        except ImportError as error:
+            if name == "":
+                return None
+            raise ImportError(
+                f"ROWSTEP_BACKEND is 'triton', but Triton could not be imported: {error}. Install triton, or unset it"
+            ) from error
+    chosen = choose(name, f"{__name__}.numba", f"{__name__}.reference", others=("triton",))
     return None if chosen is reference else chosen

@@ -40,6 +40,14 @@ _TABLE = struct.Struct(f"=3q{8 * (JOB_WORDS - 9)}x")  # a table of which nothing
 _CATCH_UP = struct.Struct(f"={catching_up.TOLD_WORDS}q")
 
 
+reports_late = False  # what is wrong with a gradient is known before a row moves
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernels can read what lies on this device."""
+    return device.type == "cpu"
+
+
 def words_of(gradient: RowGradient, note: int = 0) -> bytes | None:
     """What kernels are told of a gradient; None if they cannot take it. Raise if its memory was freed."""
     values, count = gradient.values, gradient.count

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._backends import kernels, reference
+from .._backends import kernels_for, reference
 from .._rule import Rule
 from .._rules.rounding import step_key
 from .._schedule import Path, Schedule
@@ -157,8 +157,8 @@ class Deferral:
         state = {"step": self.step, **table.slots}  # with which rows wait, even if the optimizer's has been edited
         if reason := misfit(state, table.param):
             raise ValueError(reason)
-        moved = Table(table.param, state, table.spec, kernels())
-        moved.state = table.state  # where steps are counted
+        moved = Table(table.param, state, table.spec, kernels_for(table.param))
+        moved.state, moved.report = table.state, table.report  # where steps are counted, and what was found
         self._attach_to(moved)
 
     def flush(self, implementation: Any = None) -> None:

@@ -332,6 +332,12 @@ class DeferredAdam(RowOptimizer):
         gradient, stale = job.gradient, job.table.pending.stale
         return _backends.outside(gradient) or StaleRowsError(_stale_message(stale(gradient.rows), gradient.count))
 
+    def _stale_flaw(self, stale: int) -> Exception:
+        return StaleRowsError(
+            f"{stale} rows of an earlier step's gradient were not up to date when they were read, and did not take "
+            f"it; expected every row to be up to date. {_WAYS_OUT}"
+        )
+
     def _count(self, jobs: Sequence[Job]) -> None:
         all_pending: list[Deferral] = [job.table.pending for job in jobs]
         after = []

@@ -1,0 +1,90 @@
+"""What a step finds wrong without waiting for the device: nothing moves, and the next step says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from rowstep import SparseAdam
+from tests.helpers import interpreter as interpreter  # skips, without Triton
+from tests.helpers.gradients import rows_of, sparse, step_with, table
+
+
+def naming(param: Tensor, *ids: int) -> Tensor:
+    return sparse([ids], torch.ones(len(ids), param.shape[1]), param.shape, checked=False)
+
+
+@pytest.fixture
+def tables() -> tuple[SparseAdam, list[Parameter]]:
+    params = [table(5, 2), table(7, 2)]
+    optimizer = SparseAdam([("users", params[0]), ("items", params[1])], lr=0.1)
+    return optimizer, params
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+@pytest.mark.parametrize(("ids", "named"), [((1, 5, 2), 5), ((-1, 0), -1), ((2**62,), 2**62), ((-(2**63),), -(2**63))])
+def test_an_id_outside_of_its_table_moves_nothing_and_is_raised_by_the_next_step(
+    tables: Any, ids: tuple[int, ...], named: int, is_new: bool
+) -> None:
+    optimizer, (users, items) = tables
+    if not is_new:
+        step_with(optimizer, users, rows_of(users, [0]))
+    before = users.detach().clone(), items.detach().clone()
+    items.grad = rows_of(items, [6])
+    step_with(optimizer, users, naming(users, *ids))
+    assert torch.equal(users, before[0])
+    assert (items != before[1]).any()  # all other tables have stepped
+    assert int(optimizer.state[users]["step"]) == 2 - is_new
+    moved = items.detach().clone()
+    users.grad = rows_of(users, [1])
+    with pytest.raises(IndexError, match=rf"'users'.*earlier step the gradient has index {named} .*0 <= index < 5"):
+        optimizer.step()
+    assert torch.equal(users, before[0])
+    assert torch.equal(items, moved)
+    optimizer.step()  # it has been said, and the run may go on
+    assert (users != before[0]).any(1).tolist() == [False, True, False, False, False]
+
+
+def test_state_dict_raises_it_too(tables: Any) -> None:
+    optimizer, (users, _) = tables
+    step_with(optimizer, users, naming(users, 9))
+    with pytest.raises(IndexError, match=r"'users'.*index 9"):
+        optimizer.state_dict()
+    optimizer.state_dict()
+
+
+def test_a_report_outlives_the_prepared_table(tables: Any) -> None:
+    optimizer, (users, _) = tables
+    step_with(optimizer, users, naming(users, 9))
+    optimizer.state[users]["exp_avg"] = optimizer.state[users]["exp_avg"].clone()  # so the table is prepared anew
+    with pytest.raises(IndexError, match=r"'users'.*index 9"):
+        step_with(optimizer, users, rows_of(users, [0]))
+
+
+def test_skipped_rows_are_counted_over_steps_and_tables() -> None:
+    params = [table(5, 2), table(7, 2)]
+    first_rows = [param.detach()[0].clone() for param in params]
+    optimizer = SparseAdam(params, nonfinite="skip")
+    for count in (3, 70):  # more programs than before
+        for param in params:
+            values = torch.ones(count, 2)
+            values[0] = torch.nan
+            param.grad = sparse([[0] + [1] * (count - 1)], values, param.shape)
+        optimizer.step()
+    assert optimizer.skipped_rows == 4
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    assert optimizer.skipped_rows == 6
+    assert all(torch.equal(param[0], row) for param, row in zip(params, first_rows, strict=True))
+
+
+def test_nonfinite_raise_still_raises_at_once() -> None:
+    param = table(5, 2)
+    before = param.detach().clone()
+    with pytest.raises(FloatingPointError, match="non-finite row"):
+        step_with(SparseAdam([param], nonfinite="raise"), param, naming(param, 1) * torch.inf)
+    assert torch.equal(param, before)
