@@ -163,6 +163,13 @@ def test_digits_are_learned_with_and_without_force_sparse() -> None:
     assert min(accuracies.values()) > 0.9
 
 
+def test_a_table_of_ngrams_in_a_file_helps_to_predict_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROWSTEP_BACKEND", "reference")  # rounding at random takes kernels that no other test compiles
+    main = runpy.run_path(str(EXAMPLES / "ngram_lm.py"))["main"]
+    without, with_table = main(rows=50_000, epochs=4, share=0.15)
+    assert with_table < without - 0.1 < 3.7
+
+
 def test_ratings_are_learned_with_numpy_alone() -> None:
     losses = runpy.run_path(str(EXAMPLES / "numpy_only.py"))["main"](epochs=8)
     assert len(losses) == 9
