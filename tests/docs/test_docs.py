@@ -31,13 +31,16 @@ ON_KERNELS = ("README.md", "docs/index.md")
 """What people run first. The other pages run on the reference, since to compile what they use takes minutes."""
 
 
-@pytest.mark.parametrize("page", [page for page in WITH_CODE if not READERS.get(page, Reader()).ranks])
+HERE = [page for page in WITH_CODE if not READERS.get(page, Reader()).elsewhere]
+
+
+@pytest.mark.parametrize("page", [page for page in HERE if not READERS.get(page, Reader()).ranks])
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROWSTEP_BACKEND", "numba" if page in ON_KERNELS else "reference")
     run_page(page, tmp_path, READERS.get(page, Reader()))
 
 
-@pytest.mark.parametrize("page", [page for page in WITH_CODE if READERS.get(page, Reader()).ranks])
+@pytest.mark.parametrize("page", [page for page in HERE if READERS.get(page, Reader()).ranks])
 def test_the_code_of_a_page_runs_on_several_ranks(page: str, tmp_path: Path, ranks: Ranks) -> None:
     ranks.run(READERS[page].ranks, run_on_rank, page, str(tmp_path))
 
@@ -45,6 +48,11 @@ def test_the_code_of_a_page_runs_on_several_ranks(page: str, tmp_path: Path, ran
 @pytest.mark.parametrize("page", READERS)
 def test_a_reader_brings_only_what_the_page_needs(page: str) -> None:
     assert not unused_settings(page)
+
+
+def test_the_code_of_other_pages_is_run_elsewhere() -> None:
+    for page in set(WITH_CODE) - set(HERE):
+        assert page in (ROOT / READERS[page].elsewhere).read_text()
 
 
 def test_every_block_is_of_a_known_kind() -> None:
