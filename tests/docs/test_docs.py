@@ -190,6 +190,11 @@ def test_a_recommender_finds_the_next_pick() -> None:
     assert after > 0.35
 
 
+def test_ratings_are_learned_with_the_users_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROWSTEP_BACKEND", "reference")  # as above
+    assert runpy.run_path(str(EXAMPLES / "host_recommender.py"))["main"](users=5_000, items=100, epochs=5) < 0.7
+
+
 def test_a_sharded_model_learns_ratings_in_a_single_process() -> None:
     loss, _ = runpy.run_path(str(EXAMPLES / "sharded.py"))["main"]()
     assert loss < 0.25  # guessing the mean gives 0.40
