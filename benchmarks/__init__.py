@@ -1,6 +1,6 @@
 """What a step costs, next to torch's optimizers and to the bare movement of its bytes.
 
-    python -m benchmarks [sparse|deferred|distributed|memory|peers|quality|lazy] [options]
+    python -m benchmarks [sparse|deferred|distributed|host|memory|peers|quality|lazy] [options]
 
 Run it from the root of the repository, on an idle machine. Contenders of one case take turns in one process, on the
 same gradients, after a check that they compute the same. The results go to a JSON file, with the machine they were

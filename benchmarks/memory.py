@@ -1,4 +1,7 @@
-"""The suite `memory`: one step of SparseAdam with every kind of state, side by side, and the bytes that each keeps."""
+"""The suite `memory`: one step of SparseAdam with every kind of state, side by side, and the bytes that each keeps.
+
+Also for the tables of language models that are too large for a GPU, at their width.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks import cases
 from benchmarks.cases import TINY_UNIFORM, TINY_ZIPF, UNIFORM, ZIPF, Case
@@ -40,6 +43,15 @@ KINDS = {
     "row, no first": Kind(ROW | {"betas": (0.0, 0.999)}, 0.07, 0.55),
 }
 
+# Rows and columns; docs/memory.md says where they were read. Weights are bfloat16, and so are moments unless told.
+MODELS = {
+    "Qwen3.8-Flash-Next": (320_001_536, 160),
+    "DeepSeek-V4.1-Flash": (768_022_850, 256),
+    "Gemma 3n E4B": (262_144, 8_960),
+}
+OF_MODELS = {name: {"state_dtype": torch.float32} | kind.options for name, kind in KINDS.items()}
+MEASURED_WEIGHTS = 80_000_000
+
 
 class MemorySuite(Suite):
     file = "memory"
@@ -47,6 +59,7 @@ class MemorySuite(Suite):
     def parts(self) -> Iterator[Part]:
         for case in QUICK if self.quick else FULL:
             yield Part(case.name, functools.partial(self._steps, case))
+        yield Part("models", self._models)
 
     def _steps(self, case: Case) -> None:
         check_agreement()
@@ -61,11 +74,32 @@ class MemorySuite(Suite):
         self.findings["state_bytes_per_weight"] = kept
         self.bars += [Bar(f"state per weight: {name}", KINDS[name].bytes_per_weight, kept[name], " B") for name in kept]
 
+    def _models(self) -> None:
+        self.findings["models"] = lines = []
+        for name, (rows, dim) in MODELS.items():
+            some = MEASURED_WEIGHTS // dim // (1000 if self.quick else 1)
+            case = Case(name, some, dim, min(65_536, max(1, some // 16)))
+            (weight,), pool = cases.parameters(case), [[each.bfloat16()] for (each,) in cases.gradients(case)]
+            optimizers = {kind: SparseAdam([nn.Parameter(weight.bfloat16())], **of) for kind, of in OF_MODELS.items()}
+            for measured in self.measure(
+                "models", case, [stepper(kind, each, pool) for kind, each in optimizers.items()]
+            ):
+                for kind, optimizer in optimizers.items():
+                    gigabytes = rows * dim * 2 / 1e9, rows * dim * state_bytes(optimizer) / 1e9
+                    speed = case.ids / measured.timings[kind].min / 1e3
+                    lines.append(
+                        [name, kind, str(measured.threads), *(f"{each:,.1f}" for each in gigabytes), f"{speed:,.0f}"]
+                    )
+
     def tables(self) -> Iterator[Grid | str]:
         for name, kept in self.findings.get("state_bytes_per_weight", {}).items():
             yield f"{name}: {kept:.3f} bytes of state per weight"
         ratios = {f"{name.replace(', ', chr(10))}\n/ float32": (name, FLOAT32) for name in KINDS if name != FLOAT32}
-        yield times("One step by kind of state", self.measurements, tuple(KINDS), ratios)
+        if steps := self.of_kind("step"):
+            yield times("One step by kind of state", steps, tuple(KINDS), ratios)
+        if lines := self.findings.get("models"):
+            headings = ["model", "state", "threads", "GB of weights", "GB of state", "thousand rows a second"]
+            yield Grid("Tables of language models", headings, lines, words=2)
 
 
 @functools.cache

@@ -1,7 +1,4 @@
-"""Measurements that need an interpreter of their own: the first step's time, and a step's peak memory.
-
-It is told what to measure, and prints one line of JSON.
-"""
+"""Measurements that need an interpreter of their own: the first step's time, and a step's peak memory."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ STEPS = 3  # peaks are taken over these
 def first_step() -> dict[str, float]:
     """Seconds with kernels compiled and with kernels loaded, and the share of the machine that other work took."""
     with tempfile.TemporaryDirectory() as cache, watch() as load:
-        cold, cached = (in_fresh_interpreter("first-step", NUMBA_CACHE_DIR=cache) for _ in range(2))
+        cold, cached = (in_fresh_interpreter(seconds_of_first_step, NUMBA_CACHE_DIR=cache) for _ in range(2))
     return {"cold": cold, "cached": cached, "others": load.others}
 
 
@@ -41,27 +38,29 @@ def peak_memory(rows: Sequence[int], ids: int) -> list[dict[str, float]]:
     if not sys.platform.startswith("linux"):
         return []
     # A process for each: workspace that is kept for the next step must not serve the next table.
-    return [{"rows": count, **in_fresh_interpreter("memory", ids, count)} for count in rows]
+    return [{"rows": count, **in_fresh_interpreter(peaks, ids, count)} for count in rows]
 
 
-def in_fresh_interpreter(*arguments: object, **environment: str) -> Any:
-    program = "import json, sys; from benchmarks.sparse import fresh; print(json.dumps(fresh.answer(*sys.argv[1:])))"
-    command = [sys.executable, "-c", program, *map(str, arguments)]
+def in_fresh_interpreter(
+    function: Callable[..., object], *arguments: object, group: Path | None = None, **environment: str
+) -> Any:
+    """What a function returns there, in a control group if there is one; all that passes is JSON."""
+    program = (
+        "import importlib, json, sys; module, name, given = sys.argv[1:]; "
+        "print(json.dumps(getattr(importlib.import_module(module), name)(*json.loads(given))))"
+    )
+    command = [sys.executable, "-c", program, function.__module__, function.__name__, json.dumps(arguments)]
+    if group is not None:
+        command = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs"), *command]
     env = os.environ | environment
     done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(done.stdout)
 
 
-def answer(what: str, *arguments: str) -> float | dict[str, float]:
-    """In the fresh interpreter."""
-    if what == "first-step":
-        return _first_step()
-    ids, rows = map(int, arguments)
-    kinds = {"rowstep": SparseAdam, "torch": torch.optim.SparseAdam}
-    return {name: _peak(kind, ids, rows) / ids for name, kind in kinds.items()}
+# In the fresh interpreter
 
 
-def _first_step() -> float:
+def seconds_of_first_step() -> float:
     """Seconds from calling the first step to its end; loading or compiling the kernels is part of it."""
     table = nn.Embedding(10_000, DIM, sparse=True)
     optimizer = SparseAdam(table.parameters())
@@ -69,6 +68,11 @@ def _first_step() -> float:
     start = time.perf_counter()
     optimizer.step()
     return time.perf_counter() - start
+
+
+def peaks(ids: int, rows: int) -> dict[str, float]:
+    kinds = {"rowstep": SparseAdam, "torch": torch.optim.SparseAdam}
+    return {name: _peak(kind, ids, rows) / ids for name, kind in kinds.items()}
 
 
 def _peak(kind: Callable[[list[nn.Parameter]], torch.optim.Optimizer], ids: int, rows: int) -> int:
@@ -86,9 +90,9 @@ def _peak(kind: Callable[[list[nn.Parameter]], torch.optim.Optimizer], ids: int,
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-        before = _status("VmRSS")
+        before = status("VmRSS")
         optimizer.step()
-        extra.append(_status("VmHWM") - before)
+        extra.append(status("VmHWM") - before)
     return max(extra)
 
 
@@ -97,7 +101,7 @@ def _give(table: nn.Parameter, ids: int) -> None:
     table.grad = torch.sparse_coo_tensor(rows, torch.randn(ids, DIM), table.shape, check_invariants=False)
 
 
-def _status(field: str) -> int:
+def status(field: str) -> int:
     """A field of /proc/self/status, in bytes."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines[field].split()[0]) * 1024

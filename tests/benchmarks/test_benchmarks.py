@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import multiprocessing
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 
-from benchmarks import contenders, deferred, gpu, memory, sparse
+from benchmarks import contenders, deferred, gpu, host, memory, sparse
 from benchmarks.cases import ZIPF
 from benchmarks.command import main
 from benchmarks.distributed import training
@@ -37,10 +38,10 @@ def test_quick_bench_writes_all_measurements(
 ) -> None:
     asked = []
 
-    def here(what: str, *arguments: object, **environment: str) -> float | dict[str, float]:
+    def here(function: Callable[..., object], *arguments: object, **environment: str) -> object:
         """In this interpreter: a fresh one imports torch for seconds."""
-        asked.append((what, environment))
-        return fresh.answer(what, *map(str, arguments))
+        asked.append((function, environment))
+        return function(*arguments)
 
     monkeypatch.setattr(fresh, "in_fresh_interpreter", here)
     monkeypatch.setenv("ROWSTEP_BACKEND", "reference")  # the kernels run in the next test
@@ -56,9 +57,9 @@ def test_quick_bench_writes_all_measurements(
     assert contenders_of(document)["step", "uniform-20k"] == steps
     assert document["first_step_seconds"].keys() == {"cold", "cached", "others"}
     cold, cached, *of_memory = asked
-    assert cold == cached == ("first-step", {"NUMBA_CACHE_DIR": cold[1]["NUMBA_CACHE_DIR"]})
+    assert cold == cached == (fresh.seconds_of_first_step, {"NUMBA_CACHE_DIR": cold[1]["NUMBA_CACHE_DIR"]})
     if sys.platform.startswith("linux"):
-        assert of_memory == [("memory", {})]
+        assert of_memory == [(fresh.peaks, {})]
         (peak,) = document["peak_memory_bytes_per_id"]
         assert peak.keys() == {"rows", "rowstep", "torch"}
     assert document["bars"] == []
@@ -76,7 +77,7 @@ def test_bars_are_listed_for_each_number_of_threads(tmp_path: Path, capsys: pyte
 
 
 def test_a_fresh_interpreter_answers_with_what_it_measured() -> None:
-    assert fresh.in_fresh_interpreter("first-step", ROWSTEP_BACKEND="reference") > 0
+    assert fresh.in_fresh_interpreter(fresh.seconds_of_first_step, ROWSTEP_BACKEND="reference") > 0
 
 
 def test_bench_refuses_to_time_results_that_differ(
@@ -175,3 +176,13 @@ def test_the_suite_for_gpus_checks_and_measures(tmp_path: Path, monkeypatch: pyt
     names = {contenders.ROWSTEP, gpu.REFERENCE, contenders.TORCH, contenders.ADAM}
     assert contenders_of(document) == {("step", case.name): names for case in gpu.QUICK}
     assert document["device"] == "cpu"
+
+
+def test_quick_host_bench_writes_all_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROWSTEP_BACKEND", "reference")
+    monkeypatch.setattr(host, "in_fresh_interpreter", lambda function, *arguments, group=None: function(*arguments))
+    document = run(tmp_path, "host", "--quick", "--repeats", "2", "--threads", "1")
+    kinds = [(kind, name) for name in ("fits-uniform", "fits-zipf") for kind in ("step", "loop")]
+    assert contenders_of(document) == {each: {host.RAM, host.FILE} for each in kinds}
+    assert document["beyond_memory"][host.FILE].keys() == {"seconds", "faults", "read", "bytes"}
+    assert document["sparse_file"].keys() == {"seconds", "resident"}

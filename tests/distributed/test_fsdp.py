@@ -80,3 +80,24 @@ def wrap_a_table(rank: int) -> None:
 
 def test_fully_shard_over_a_sharded_table_is_refused(ranks: Ranks) -> None:
     ranks.run(2, wrap_a_table)
+
+
+def train_beside_a_host_table(rank: int | None) -> list[Tensor]:
+    torch.manual_seed(0)
+    table: Any = rowstep.HostEmbedding(50, 8, dtype=torch.float64, device="cpu")
+    model = nn.Sequential(table, nn.Linear(8, 1, dtype=torch.float64))
+    if rank is not None:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)), ignored_params={table.weight})
+    optimizer = rowstep.SparseAdam(model.parameters(), lr=0.01)
+    for ids in torch.randint(0, 50, (8, 6), generator=torch.Generator().manual_seed(1)):
+        optimizer.zero_grad()
+        torch.autograd.backward(model(ids).square().mean())
+        rowstep.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    return [getattr(param, "full_tensor", lambda p=param: p)().detach() for param in model.parameters()]
+
+
+def test_a_host_table_among_the_ignored_parameters(ranks: Ranks) -> None:
+    expected = train_beside_a_host_table(None)
+    for found in ranks.run(2, train_beside_a_host_table):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)

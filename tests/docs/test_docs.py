@@ -33,13 +33,16 @@ ON_KERNELS = ("README.md", "docs/index.md")
 """What people run first. The other pages run on the reference, since to compile what they use takes minutes."""
 
 
-@pytest.mark.parametrize("page", [page for page in WITH_CODE if not READERS.get(page, Reader()).ranks])
+HERE = [page for page in WITH_CODE if not READERS.get(page, Reader()).elsewhere]
+
+
+@pytest.mark.parametrize("page", [page for page in HERE if not READERS.get(page, Reader()).ranks])
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROWSTEP_BACKEND", "numba" if page in ON_KERNELS else "reference")
     run_page(page, tmp_path, READERS.get(page, Reader()))
 
 
-@pytest.mark.parametrize("page", [page for page in WITH_CODE if READERS.get(page, Reader()).ranks])
+@pytest.mark.parametrize("page", [page for page in HERE if READERS.get(page, Reader()).ranks])
 def test_the_code_of_a_page_runs_on_several_ranks(page: str, tmp_path: Path, ranks: Ranks) -> None:
     ranks.run(READERS[page].ranks, run_on_rank, page, str(tmp_path))
 
@@ -47,6 +50,11 @@ def test_the_code_of_a_page_runs_on_several_ranks(page: str, tmp_path: Path, ran
 @pytest.mark.parametrize("page", READERS)
 def test_a_reader_brings_only_what_the_page_needs(page: str) -> None:
     assert not unused_settings(page)
+
+
+def test_the_code_of_other_pages_is_run_elsewhere() -> None:
+    for page in set(WITH_CODE) - set(HERE):
+        assert page in (ROOT / READERS[page].elsewhere).read_text()
 
 
 def test_every_block_is_of_a_known_kind() -> None:
@@ -165,6 +173,13 @@ def test_digits_are_learned_with_and_without_force_sparse() -> None:
     assert min(accuracies.values()) > 0.9
 
 
+def test_a_table_of_ngrams_in_a_file_helps_to_predict_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROWSTEP_BACKEND", "reference")  # rounding at random takes kernels that no other test compiles
+    main = runpy.run_path(str(EXAMPLES / "ngram_lm.py"))["main"]
+    without, with_table = main(rows=50_000, epochs=4, share=0.15)
+    assert with_table < without - 0.1 < 3.7
+
+
 def test_ratings_are_learned_with_numpy_alone() -> None:
     losses = runpy.run_path(str(EXAMPLES / "numpy_only.py"))["main"](epochs=8)
     assert len(losses) == 9
@@ -175,6 +190,11 @@ def test_a_recommender_finds_the_next_pick() -> None:
     before, after = runpy.run_path(str(EXAMPLES / "recommender.py"))["main"](users=1000, items=500, epochs=3)
     assert before < 0.05
     assert after > 0.35
+
+
+def test_ratings_are_learned_with_the_users_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROWSTEP_BACKEND", "reference")  # as above
+    assert runpy.run_path(str(EXAMPLES / "host_recommender.py"))["main"](users=5_000, items=100, epochs=5) < 0.7
 
 
 def test_a_sharded_model_learns_ratings_in_a_single_process() -> None:

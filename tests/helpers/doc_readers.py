@@ -32,6 +32,8 @@ class Reader:
     smaller: Mapping[str, str] = field(default_factory=dict)
     ranks: int = 0
     """On how many ranks of a process group it runs; 0: in a process without one."""
+    elsewhere: str = ""
+    """The test that runs it instead, where the packages that it imports are installed."""
 
 
 READERS: dict[str, Reader] = {
@@ -94,6 +96,7 @@ READERS: dict[str, Reader] = {
     "docs/memory.md": Reader(
         given={0: "from rowstep import SparseAdam; params = [torch.nn.Parameter(torch.ones(9, 8))]"},
     ),
+    "docs/trainers.md": Reader(elsewhere="tests/integration/test_engram_peft.py"),
 }
 
 
