@@ -69,8 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     about = "Time a step against torch's optimizers and the machine's memory, or see what it learns."
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=about)
     suites = (
-        "SparseAdam (default), DeferredAdam, sharded tables, tables in files, kinds of state, a GPU, other packages, what "
-        "models learn with less state, or what they learn if only rows with a gradient move"
+        "SparseAdam (default), DeferredAdam, sharded tables, tables in files, kinds of state, a GPU, other packages, "
+        "what models learn with less state, or what they learn if only rows with a gradient move"
     )
     parser.add_argument("suite", nargs="?", choices=SUITES, default="sparse", help=suites)
     parser.add_argument("--only", nargs="+", metavar="PART", help="parts of the suite, such as zipf-1m or flush")

@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks import pages
@@ -19,7 +20,8 @@ from benchmarks.timing import Measurement
 
 PAGE = Path(__file__).parents[2] / "docs" / "peers.md"
 PICTURES = (
-    ("peers.png", (14, 9), plot.draw_peers),
+    ("peers-step.png", (5.5, 10), partial(plot.draw_peers, kind="step")),
+    ("peers-loop.png", (5.5, 7), partial(plot.draw_peers, kind="loop")),
     ("scaling.png", (13, 7.5), plot.draw_curves),
     ("scaling-rows.png", (8, 4), plot.draw_rows),
 )

@@ -19,29 +19,22 @@ NAMES = {ROOFLINE: "memory traffic alone"}
 STYLES = ("-", "--", ":")  # by the number of threads
 
 
-def draw_peers(figure: Figure, measurements: Sequence[Measurement]) -> None:
-    """A row of panels for the step and one for the whole loop, with a panel per case."""
-    by_case: dict[str, dict[str, list[Outcome]]] = {kind: {} for kind in PEERS}
-    for kind, cases in by_case.items():
-        for outcome in outcomes(kind, measurements):
-            cases.setdefault(outcome.about, []).append(outcome)
-    columns, heights = max(map(len, by_case.values())), [*map(len, PEERS.values())]
-    panels = figure.subplots(len(PEERS), columns, squeeze=False, height_ratios=heights)
-    for (kind, cases), line in zip(by_case.items(), panels, strict=True):
-        for axes, (about, found) in zip(line, cases.items(), strict=False):
-            _beside(axes, kind, found, named=axes is line[0])
-            title = [TITLES[kind].split(":")[0], *about.split(", ", 1)]
-            axes.set_title("\n".join(title), fontsize=8, loc="left")
-        for axes in line[len(cases) :]:
-            axes.set_axis_off()
+def draw_peers(figure: Figure, measurements: Sequence[Measurement], kind: str) -> None:
+    """A panel per case, one below the other: a phone shows the picture at its full size."""
+    cases: dict[str, list[Outcome]] = {}
+    for outcome in outcomes(kind, measurements):
+        cases.setdefault(outcome.about, []).append(outcome)
+    for axes, (about, found) in zip(figure.subplots(len(cases), squeeze=False).flat, cases.items(), strict=True):
+        _beside(axes, kind, found)
+        axes.set_title(about, fontsize=8, loc="left")
     figure.suptitle(
-        "How many times as long as rowstep (medians). Orange: the same rule, grey: another. "
-        "Filled: one thread, open: more",
-        fontsize=10,
+        f"{TITLES[kind].split(':')[0]}: how many times as long as rowstep (medians).\n"
+        "Orange: the same rule, grey: another. Filled: one thread, open: more",
+        fontsize=9,
     )
 
 
-def _beside(axes: Axes, kind: str, found: Sequence[Outcome], *, named: bool) -> None:
+def _beside(axes: Axes, kind: str, found: Sequence[Outcome]) -> None:
     """A point per peer and number of threads."""
     first, *others = PEERS[kind]
     peers = others[::-1]
@@ -61,7 +54,7 @@ def _beside(axes: Axes, kind: str, found: Sequence[Outcome], *, named: bool) -> 
     axes.locator_params(axis="x", numticks=4)
     axes.xaxis.set_major_formatter("{x:,.7g}x")
     axes.xaxis.set_minor_formatter("")
-    axes.set_yticks(range(len(peers)), [peer.name for peer in peers] if named else [""] * len(peers), fontsize=8)
+    axes.set_yticks(range(len(peers)), [peer.name for peer in peers], fontsize=8)
     axes.set_ylim(-0.6, len(peers) - 0.4)
     axes.tick_params(axis="x", labelsize=7)
     axes.grid(alpha=0.2)

@@ -178,7 +178,7 @@ def test_docs_are_filled_and_drawn_from_the_file(tmp_path: Path) -> None:
         "| 10 | 1 | 1.00 | 4.00 | 0.500 | 4.0x | 2.0x |",
     ):
         assert part in text
-    assert all(is_png(tmp_path / name) for name in ("peers.png", "scaling.png", "scaling-rows.png"))
+    assert all(is_png(tmp_path / name) for name, _, _ in docs.PICTURES)
     assert json.loads((tmp_path / "peers.json").read_text()) == json.loads((tmp_path / "measured.json").read_text())
 
 
