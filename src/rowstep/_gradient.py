@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ._memory import has_memory, lost_memory
+from ._part import is_dtensor
 from ._state import FLOATS, FLOATS_IN_WORDS, compute_dtype
 from ._torch_internals import has_no_memory, indices_of, values_of
 
@@ -141,6 +142,10 @@ def check_gradient(param: Tensor) -> Tensor:
     assert grad is not None
     if not grad.is_sparse:
         grad = _written_out(grad)
+    elif is_dtensor(param):  # which has no memory that a kernel could be given
+        raise TypeError(
+            "the parameter is a DTensor with a sparse gradient; expected a plain parameter. Train its to_local() as one"
+        )
     if dtype not in FLOATS:
         raise TypeError(f"the parameter has dtype {dtype}; expected {FLOATS_IN_WORDS}")
     if grad.shape != param.shape:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import rowstep
 from rowstep.distributed import ShardedEmbedding
@@ -101,3 +101,19 @@ def test_a_host_table_among_the_ignored_parameters(ranks: Ranks) -> None:
     expected = train_beside_a_host_table(None)
     for found in ranks.run(2, train_beside_a_host_table):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+def step_a_dtensor(rank: int, name: str) -> None:
+    """torch's own operations give it no sparse gradient, but programs can."""
+    local = torch.ones(10, 4)
+    table = nn.Parameter(DTensor.from_local(local, init_device_mesh("cpu", (2,)), [Shard(0)]))
+    table.grad = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 4), table.shape, check_invariants=False)
+    optimizer = getattr(rowstep, name)([table])
+    with pytest.raises(TypeError, match=r"is a DTensor with a sparse gradient; expected a plain parameter"):
+        optimizer.step()
+    assert torch.equal(local, torch.ones(10, 4))
+
+
+@pytest.mark.parametrize("name", ["SparseAdam", "DeferredAdam"])
+def test_a_dtensor_with_a_sparse_gradient_is_refused(ranks: Ranks, name: str) -> None:
+    ranks.run(2, step_a_dtensor, name)
