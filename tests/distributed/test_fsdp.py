@@ -107,7 +107,7 @@ def step_a_dtensor(rank: int, name: str) -> None:
     """torch's own operations give it no sparse gradient, but programs can."""
     local = torch.ones(10, 4)
     table = nn.Parameter(DTensor.from_local(local, init_device_mesh("cpu", (2,)), [Shard(0)]))
-    table.grad = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 4), table.shape, check_invariants=False)
+    table.grad = torch.sparse_coo_tensor(torch.tensor([[1, 3]]), torch.ones(2, 4), table.shape, check_invariants=False)
     optimizer = getattr(rowstep, name)([table])
     with pytest.raises(TypeError, match=r"is a DTensor with a sparse gradient; expected a plain parameter"):
         optimizer.step()
