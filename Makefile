@@ -105,7 +105,7 @@ $(READY): pyproject.toml constraints.txt src/rowstep/__init__.py
 # What .venv has, and Triton, whose wheel is 286 MB: torch's builds for GPUs bring it, those for CPUs do not.
 $(GPU)/.ready: $(READY)
 	$(PYTHON) -m venv $(GPU)
-	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
+	$(BIN)/python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" > \
 		"$$($(GPU)/bin/python -c 'import site; print(site.getsitepackages()[0])')/venv.pth"
 	$(GPU)/bin/pip install --quiet --disable-pip-version-check triton==3.8.0
 	touch $@

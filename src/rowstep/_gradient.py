@@ -19,8 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._memory import has_memory, lost_memory
-from ._part import is_dtensor
+from ._memory import has_memory, is_dtensor, lost_memory
 from ._state import FLOATS, FLOATS_IN_WORDS, compute_dtype
 from ._torch_internals import has_no_memory, indices_of, values_of
 

@@ -7,12 +7,16 @@ import math
 import mmap
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from ._waiting import plain_class
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # Smaller tensors gain nothing: one huge page is 2 MiB, and the kernel gives none to less.
 _HUGE_FROM_BYTES = 8 << 20
@@ -95,3 +99,12 @@ def is_in_file(tensor: Tensor) -> bool:
     """Whether this is a tensor of ``rowstep.storage``, which whoever has one has imported."""
     storage = sys.modules.get(f"{__package__}.storage")
     return storage is not None and any(file.has(tensor) for file in storage._mapping.files_of(()))
+
+
+def is_dtensor(value: Tensor) -> TypeGuard[DTensor]:
+    """Whether this is one of torch's own distributed tensors."""
+    if plain_class(value) in (Tensor, Parameter):  # spares them an import of 0.8 s
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(value, DTensor)

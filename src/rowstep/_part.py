@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import StateDict
 
 from ._layout import RowOrder, is_spread
+from ._memory import is_dtensor
 from ._state import SLOTS, State, row_slots
 
 if TYPE_CHECKING:
@@ -184,15 +185,6 @@ def for_each_param(state_dict: StateDict, params: list[Tensor], change: Callable
             if not states[number]:
                 del states[number]
     return state_dict | {"state": states}
-
-
-def is_dtensor(value: Tensor) -> TypeGuard[DTensor]:
-    """Whether this is one of torch's own distributed tensors."""
-    if type(value) in (Tensor, torch.nn.Parameter):  # spares them an import of 0.8 s
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(value, DTensor)
 
 
 def _as_in_models(value: Tensor, dim: int) -> Tensor:

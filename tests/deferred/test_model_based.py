@@ -57,7 +57,7 @@ class DenseModel(TableModel):
         self.current[rows] = True
 
     def settle(self) -> None:
-        """Changed betas, eps or amsgrad bring every row up to date before anything else is done to one."""
+        """Changed betas, eps or amsgrad bring every row up to date before the next step."""
         if self.settled != self._path_options():
             self.settled = self._path_options()
             if self.waits:
@@ -65,8 +65,7 @@ class DenseModel(TableModel):
                 self.waits = False
 
     def catch_up(self, rows: Any) -> None:
-        if self.waits:
-            self.settle()
+        if self.waits:  # under the options of the last step, whatever they are now
             self._bring(np.isin(np.arange(self.shape[0]), rows))
 
     def flush(self) -> None:

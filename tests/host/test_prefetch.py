@@ -238,7 +238,7 @@ def test_an_error_is_told_once_and_the_run_goes_on(monkeypatch: pytest.MonkeyPat
 
 def test_an_interrupt_while_somebody_waits_leaves_the_step_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held(monkeypatch)
-    threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+    threading.Timer(0.2, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
         held.run.optimizer.state_dict()
     held.may_go_on.set()

@@ -13,7 +13,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F  # noqa: N812  # as torch's own documents have it
 
 from .._layout import RowOrder, blocks
-from .._part import ROW_ORDER, TablePart, is_dtensor, mark
+from .._memory import is_dtensor
+from .._part import ROW_ORDER, TablePart, mark
 from . import _exchange
 from ._lookup import Arguments, JointLookup
 from ._operation import Identity, Operation, new_identity
