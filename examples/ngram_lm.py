@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
-from rowstep import HostEmbedding, SparseAdam, storage
+from rowstep import HostEmbedding, SparseAdam, prefetched, storage
 
 SEEN = 8  # bytes
 
@@ -93,17 +93,19 @@ class LanguageModel(nn.Module):
 
 def train(model: LanguageModel, text: Text, held_out: Text, epochs: int) -> float:
     """Train; return the bits per byte of the held-out text."""
+    ids_of: dict[HostEmbedding, Any] = {}
     groups: list[dict[str, Any]] = [
         {"params": [param for name, param in model.named_parameters() if name != "table.weight"]}
     ]
     if model.table is not None:
         small_state = {"second_moment": "row", "betas": (0, 0.99), "stochastic_rounding": True}
         groups.append({"params": [model.table.weight], **small_state})
+        ids_of[model.table] = lambda batch: batch.ngrams
     optimizer = SparseAdam(groups, lr=4e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     start, reached = time.perf_counter(), math.nan
     for epoch in range(1, epochs + 1):
-        for batch in text.batches():
+        for batch in prefetched(text.batches(), ids_of):  # rows are read and stepped while the network computes
             optimizer.zero_grad()
             model(batch).backward()
             optimizer.step()
