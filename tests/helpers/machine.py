@@ -192,11 +192,11 @@ class Machine(RuleBasedStateMachine):
         groups = [{"params": [side.param(i)], **self.group(i)} for i in range(len(self.models))]
         side.optimizer = self.make_optimizer(side, groups)
 
-    def gradient(self, index: int, sketch: Sketch) -> Gradient:
+    def gradient(self, index: int, sketch: Sketch, dtype: torch.dtype | None = None) -> Gradient:
         model = self.models[index]
         note(f"table {index} of {model.dtype}: {sketch}")
         by_rows = model.options.get("bias_correction") == "row"
-        return sketch.for_table(model.shape, model.dtype, by_rows=by_rows)
+        return sketch.for_table(model.shape, dtype or model.dtype, by_rows=by_rows)
 
     # Comparing
 

@@ -90,7 +90,7 @@ class SparseAdamRun(Program):
         index = self.index(number)
         model = self.models[index]
         if LONG or (self.names[index] == "plain" and model.state_dtype == F64):
-            self.take({index: sketch.for_table(model.shape, F32)})
+            self.take({index: self.gradient(index, sketch, F32)})
 
     @rule(sketches=st.lists(sketches(), min_size=2, max_size=2))
     def step_all(self, sketches: list[Sketch]) -> None:
