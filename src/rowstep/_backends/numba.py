@@ -119,13 +119,10 @@ class Launch(Workspace):
         # Autograd does not see the writes, and must know that what it saved for a backward pass is out of date.
         note_writes(self.params)
         skipped = self.run(self._kernel)
-        self._end()
-        return skipped
-
-    def _end(self) -> None:
         for each in (self.jobs, self.params, self.memory):
             each.clear()
         self.give_back()
+        return skipped
 
 
 class LaunchAhead(Launch):
@@ -140,7 +137,9 @@ class LaunchAhead(Launch):
         """Let the rows be stepped. How many were skipped, is told when they have been."""
         (job,) = self.jobs
         job.table.ahead.step(job, functools.partial(_step_part, self._kernel, job.table.words))
-        self._end()
+        for each in (self.jobs, self.params, self.memory):
+            each.clear()
+        self.give_back()
         return 0
 
 
