@@ -1,4 +1,4 @@
-"""The suite `host`: tables in files against tables in RAM, also with less memory than they need.
+"""The suite `host`: what prefetching hides; tables in files against tables in RAM, also with too little memory.
 
 A model on another device is a sleep. What is to be measured of a whole process runs in one of its own, at the end here.
 """
@@ -15,19 +15,22 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks.cases import TINY_UNIFORM, TINY_ZIPF, Case, batches_of_ids
-from benchmarks.contenders import check_close, state_bytes
+from benchmarks.contenders import DisagreementError, check_close, state_bytes
 from benchmarks.memory import KINDS
 from benchmarks.report import Grid, times
 from benchmarks.sparse.fresh import in_fresh_interpreter, status
 from benchmarks.suite import Bar, Part, Suite
 from benchmarks.timing import BUSY, Contender, watch
-from rowstep import HostEmbedding, SparseAdam, storage
+from rowstep import HostEmbedding, SparseAdam, _host, prefetched, storage
 
 RAM, FILE = "in RAM", "in a file"
 NAME = "table.safetensors"
@@ -36,8 +39,10 @@ TINY = replace(TINY_UNIFORM, name="fits-uniform"), replace(TINY_ZIPF, name="fits
 BEYOND = Case("beyond-memory", 32_000_000, 64, 65_536, zipf=True, batches=24)
 SPARSE_FILE = Case("sparse-file", 312_500_000, 160, 1_000)  # 100 GB
 MODEL_SECONDS = 0.05
+STATES: dict[str, dict[str, Any]] = {"SparseAdam": {}, "row, no first": KINDS["row, no first"].options}
 SMALLEST = KINDS["row, no first"].options
 
+LEAST_HIDDEN = {False: 0.9, True: 0.7}  # by whether ids are Zipf's
 FILE_OVER_RAM = 1.05
 TIMES_MEMORY = 4  # what the table and its state take, over what the process may use
 LEAST_SPEED = 0.5  # of the run in RAM
@@ -49,9 +54,25 @@ class HostSuite(Suite):
 
     def parts(self) -> Iterator[Part]:
         for case in TINY if self.quick else FITS:
+            yield Part(case.name.replace("fits", "prefetch"), functools.partial(self._hidden, case))
+        for case in TINY if self.quick else FITS:
             yield Part(case.name, functools.partial(self._fits, case))
         yield Part("beyond-memory", self._beyond)
         yield Part("sparse-file", self._sparse_file)
+
+    def _hidden(self, case: Case) -> None:
+        pool = [ids for (ids,) in batches_of_ids(replace(case, batches=8 if self.quick else 24))]
+        for name, options in STATES.items():
+            with watch() as load:
+                (plain, weight), (ahead, same) = (row_seconds(case, options, pool, ahead) for ahead in (False, True))
+            if not torch.equal(weight, same):
+                raise DisagreementError(f"{case.about}, {name}: prefetching has changed the weights")
+            hidden = [1 - of(ahead) / of(plain) for of in (min, median)]
+            seconds = [of(each) for each in (plain, ahead) for of in (min, median)]
+            self.findings.setdefault("prefetch", []).append((f"{case.about}, {name}", seconds, hidden))
+            what = f"row time hidden, median: {case.about}, {name}"
+            bar = Bar(what, LEAST_HIDDEN[case.zipf], hidden[1], at_least=True, disturbed=load.others > BUSY)
+            self.bars.append(bar)
 
     def _fits(self, case: Case) -> None:
         pool = [ids for (ids,) in batches_of_ids(case)]
@@ -93,6 +114,21 @@ class HostSuite(Suite):
         self.bars.append(Bar(f"{what}: more memory resident", OPENED_MEGABYTES, found["resident"] / 1e6, " MB"))
 
     def tables(self) -> Iterator[Grid | str]:
+        if found := self.findings.get("prefetch"):
+            head = [
+                "table and state",
+                "ms plain,\nminimum",
+                "median",
+                "ms prefetched,\nminimum",
+                "median",
+                "hidden",
+                "median",
+            ]
+            lines = [
+                [about, *(f"{each * 1e3:.1f}" for each in seconds), *(f"{share:.0%}" for share in hidden)]
+                for about, seconds, hidden in found
+            ]
+            yield Grid("Time spent on rows in a step, while a model takes 50 ms elsewhere", head, lines)
         if fits := self.of_kind("step", "loop"):
             yield times("A table in a file that fits in memory", fits, (RAM, FILE), {"file/\nRAM": (FILE, RAM)})
         if found := self.findings.get("beyond_memory"):
@@ -110,9 +146,9 @@ class HostSuite(Suite):
 class Loop:
     """Training without a model: batches in turn."""
 
-    def __init__(self, table: HostEmbedding, batches: Sequence[Tensor]) -> None:
+    def __init__(self, table: HostEmbedding, batches: Sequence[Tensor], **options: Any) -> None:
         self.table, self.batches = table, itertools.cycle(batches)
-        self.optimizer = SparseAdam(table.parameters(), lr=0.01, **SMALLEST)
+        self.optimizer = SparseAdam(table.parameters(), lr=0.01, **(options or SMALLEST))
 
     def backward(self, _number: int = 0) -> None:
         self.table.weight.grad = None
@@ -130,6 +166,40 @@ def table(case: Case, path: Path | None = None) -> HostEmbedding:
         return HostEmbedding.from_pretrained(filled, freeze=False, device="cpu")
     storage.create(path, case.rows, case.dim, torch.bfloat16, lambda chunk: chunk.fill_(0.01))
     return HostEmbedding(case.rows, case.dim, dtype=torch.bfloat16, device="cpu", path=path)
+
+
+def row_seconds(case: Case, options: dict[str, Any], pool: Sequence[Tensor], ahead: bool) -> tuple[list[float], Tensor]:
+    """What each step spends on rows, and the weights in the end.
+
+    That is the way from ids to rows, and the optimizer's step; not what the device would do, the lookup among the rows
+    and the sums of their gradients.
+    """
+    usual, taken, arrived_at = _host._Arrived, [], 0.0
+
+    class Arrived:
+        @staticmethod
+        def apply(*arguments: Any) -> Any:
+            nonlocal arrived_at
+            arrived = usual.apply(*arguments)  # type: ignore[no-untyped-call]
+            arrived_at = time.perf_counter()
+            return arrived
+
+    weights = table(case)
+    optimizer = SparseAdam(weights.parameters(), lr=0.01, **options)
+    gradient = torch.randn(case.ids, case.dim, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with mock.patch.object(_host, "_Arrived", Arrived):
+        start = time.perf_counter()
+        for ids in prefetched(pool, {weights: lambda ids: ids}) if ahead else pool:
+            optimizer.zero_grad()
+            rows = weights(ids)
+            spent = arrived_at - start
+            time.sleep(MODEL_SECONDS)
+            torch.autograd.backward(rows, gradient)
+            start = time.perf_counter()
+            optimizer.step()
+            taken.append(spent + time.perf_counter() - start)
+            start = time.perf_counter()
+    return taken[4:-1], weights.weight.detach()  # kernels are loaded, and something is announced
 
 
 # In a process of its own
@@ -153,7 +223,8 @@ def train(folder: str, rows: int, dim: int, where: str) -> dict[str, float]:
     """What a step takes, over the second half of the batches."""
     batches = [*torch.from_numpy(np.load(Path(folder, "ids.npy")))]
     path = Path(folder, NAME) if where == FILE else None
-    loop, half = Loop(table(Case("", rows, dim, 0), path), batches), len(batches) // 2
+    in_files = {} if path is None else {"state_dir": folder}
+    loop, half = Loop(table(Case("", rows, dim, 0), path), batches, **SMALLEST, **in_files), len(batches) // 2
     seen = []
     for number in range(len(batches)):
         if number == half:
@@ -179,6 +250,7 @@ def create_and_step(folder: str, rows: int, dim: int, ids: int) -> dict[str, flo
     Loop(small, [batch % 1000]).run()  # loads the kernels
     before, start = status("VmRSS"), time.perf_counter()
     storage.create(path, rows, dim, torch.bfloat16)
-    loop = Loop(HostEmbedding(rows, dim, dtype=torch.bfloat16, device="cpu", path=path), [batch])
+    opened = HostEmbedding(rows, dim, dtype=torch.bfloat16, device="cpu", path=path)
+    loop = Loop(opened, [batch], state_dir=folder, **SMALLEST)
     loop.run()
     return {"seconds": time.perf_counter() - start, "resident": status("VmRSS") - before}
