@@ -148,11 +148,13 @@ class StateSpec:
         if slot.name == "exp_avg_sq_row" and "exp_avg_sq" in state:
             table: Tensor = state["exp_avg_sq"].reshape(*rows, -1)
             return table.mean(dim=-1, dtype=compute_dtype(param.dtype))
-        dtype = torch.int64 if slot.is_count else compute_dtype(param.dtype)
+        if slot.is_per_row:
+            dtype = torch.int64 if slot.is_count else compute_dtype(param.dtype)
+        else:  # amsgrad's maximum may be made beside a second moment of another dtype than the weights'
+            dtype = self.dtype or (state["exp_avg_sq"] if "exp_avg_sq" in state else param).dtype
         if make is not None and rows:
-            shape = rows if slot.is_per_row else param.shape
-            return make(slot.name, shape, dtype if slot.is_per_row else self.dtype or param.dtype)
-        return zeros(rows, dtype, param.device) if slot.is_per_row else zeros_like(param, self.dtype)
+            return make(slot.name, rows if slot.is_per_row else param.shape, dtype)
+        return zeros(rows, dtype, param.device) if slot.is_per_row else zeros_like(param, dtype)
 
     def install(self, state: State, made: State) -> None:
         """Make what ``made_of`` has made the state, and drop second moments and first ones that are not kept."""

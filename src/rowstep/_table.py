@@ -49,7 +49,7 @@ class Table:
         storages = [tensor.untyped_storage() for tensor in tensors]
         self._pieces = [(t, t.data_ptr(), s, s.nbytes()) for t, s in zip(tensors, storages, strict=True)]
         u = self.slots.get("max_exp_avg_sq", v)
-        # Kernels take amsgrad's maximum to be of the dtype of v. One that is made beside a loaded v may be of another.
+        # Kernels take amsgrad's maximum to be of the dtype of v. A loaded one may be of another.
         is_for_kernels = param.dim() > 0 and u.dtype is v.dtype and all(map(_is_for_kernels, tensors))
         self.kernels = kernels if is_for_kernels else None
         self.memory = param.data_ptr() - param.storage_offset() * param.itemsize

@@ -92,7 +92,7 @@ class TableModel:
         for key in MOMENTS if self.options["amsgrad"] else MOMENTS[:2]:
             if key not in self.slots:
                 zeros = np.zeros_like(self.slots["p"].value)
-                self.slots[key] = Slot(zeros, zeros.copy(), self.dtype)
+                self.slots[key] = Slot(zeros, zeros.copy(), self.state_dtype)
 
     def nonfinite_rows(self, sums: Rough) -> Any:
         return ~np.isfinite(sums.value).all(axis=1)

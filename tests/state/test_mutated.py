@@ -94,6 +94,11 @@ TENSORS: dict[str, Callable[[Tensor, Random], Any]] = {
 }
 
 
+def one_of(values: Sequence[Any], random: Random) -> Any:
+    """A copy of one of these: a state keeps the tensor that it is given as its count, and steps count in it."""
+    return copy.deepcopy(random.choice(values))
+
+
 def with_one_of(tensor: Tensor, numbers: Sequence[float], random: Random) -> Tensor:
     if tensor.numel():
         tensor.view(-1)[random.randrange(tensor.numel())] = random.choice(numbers)
@@ -115,9 +120,8 @@ def changed_state(
         case 0:
             state.pop(key, None)
         case 1:
-            state[random.choice(("exp_avg", "max_exp_avg_sq", "row_step", "rowstep_row_order", "moment", 3, None))] = (
-                random.choice(STRANGE)
-            )
+            key = random.choice(("exp_avg", "max_exp_avg_sq", "row_step", "rowstep_row_order", "moment", 3, None))
+            state[key] = one_of(STRANGE, random)
         case 2:
             other = random.choice(others)
             found = other[random.choice(list(other))] if other else None
@@ -125,12 +129,12 @@ def changed_state(
         case 3:
             state[random.choice(("exp_avg", "exp_avg_sq"))] = random.choice(params).detach()
         case 4:
-            state["step"] = random.choice(COUNTS)
+            state["step"] = one_of(COUNTS, random)
         case _:
             if isinstance(value, Tensor) and value.dim() and can_be_read(value):
                 state[key] = random.choice(list(TENSORS.values()))(value, random)
             else:
-                state[key] = random.choice(STRANGE)
+                state[key] = one_of(STRANGE, random)
 
 
 def changed_group(group: dict[Any, Any], random: Random) -> None:
@@ -141,15 +145,15 @@ def changed_group(group: dict[Any, Any], random: Random) -> None:
             del group[key]
         case 1:
             unknown = random.choice(("foreach", "fused", "capturable", "momentum", "param_names", 3))
-            group[unknown] = random.choice(STRANGE)
+            group[unknown] = one_of(STRANGE, random)
         case 2:
             key = random.choice(list(LIKELY))
-            group[key] = random.choice(LIKELY[key])
+            group[key] = one_of(LIKELY[key], random)
         case 3:
             key = random.choice(list(LIKELY))
-            group[key] = random.choice(STRANGE)
+            group[key] = one_of(STRANGE, random)
         case _:
-            group[key] = random.choice(STRANGE)
+            group[key] = one_of(STRANGE, random)
 
 
 def changed_structure(saved: StateDict, random: Random) -> None:
@@ -160,7 +164,7 @@ def changed_structure(saved: StateDict, random: Random) -> None:
         case 0:
             del states[number]
         case 1:
-            states[number] = random.choice(STRANGE)
+            states[number] = one_of(STRANGE, random)
         case 2:
             states[random.choice((7, "0", "1", None, -1, 0.5, (0,)))] = states.pop(number)
         case 3:
@@ -174,10 +178,10 @@ def changed_structure(saved: StateDict, random: Random) -> None:
         case 6:
             groups.reverse()
         case 7:
-            groups[random.randrange(len(groups))] = random.choice(STRANGE)
+            groups[random.randrange(len(groups))] = one_of(STRANGE, random)
         case 8:
             key = random.choice(list(saved))
-            saved[key] = random.choice(STRANGE)
+            saved[key] = one_of(STRANGE, random)
 
 
 def changed(saved: StateDict, params: Sequence[Tensor], random: Random) -> None:
