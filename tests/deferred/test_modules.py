@@ -142,3 +142,12 @@ def test_duplicates_are_summed_as_widely_as_the_state(sparse_dim: int) -> None:
     values = torch.tensor([1e8, 1.0, -1e8]).reshape(3, *[1] * (2 - sparse_dim))
     step_with(optimizer, param, sparse(torch.zeros(sparse_dim, 3, dtype=torch.int64), values, (1, 1)))
     assert param.item() == pytest.approx(-0.1)
+
+
+def test_a_single_entry_whose_values_are_a_part_of_wider_ones() -> None:
+    """torch's to_dense adds as many numbers as the entry's stride says, beyond the end of the table."""
+    param, twin = (nn.Parameter(torch.zeros(7, dtype=torch.float64)) for _ in range(2))
+    values = torch.arange(1 << 16, dtype=torch.float64).unsqueeze(0)[:, :7]
+    step_with(DeferredAdam([param]), param, sparse(torch.zeros(0, 1, dtype=torch.int64), values, (7,)))
+    step_with(torch.optim.Adam([twin]), twin, values[0].clone())
+    assert torch.allclose(param, twin)
