@@ -63,8 +63,9 @@ class RowOptimizer(StatefulOptimizer):
 
     def _begin(self) -> None:
         super()._begin()
-        self._rules: dict[int, tuple[tuple[Any, ...], Rule]] = {}
-        """By the id of a group: everything in it, as the objects that they were, and its rule."""
+        self._rules: dict[int, tuple[tuple[Any, ...], Rule, Group]] = {}
+        """By the id of a group: everything in it, as the objects that they were, its rule, and the group itself, so
+        that no other group can have its id."""
         self._reports: dict[int, Any] = {}
         """By the id of a parameter on a GPU: what kernels have found wrong, to be read later."""
 
@@ -121,6 +122,8 @@ class RowOptimizer(StatefulOptimizer):
                 for param in group["params"]:
                     if param.grad is not None:
                         work.append((param, rule, at))
+            if len(self._rules) > len(self.param_groups):  # one was dropped or replaced
+                self._forget_unlisted()
             if work:
                 work = self._step_each(work)
         while work:  # on what is listed twice
@@ -207,7 +210,7 @@ class RowOptimizer(StatefulOptimizer):
 
     def _rule_of(self, group: Group, at: int) -> Rule:
         """The rule of a group; raise if somebody has edited its options so that they cannot be honoured any more."""
-        known, rule = self._rules.get(id(group), ((), None))
+        known, rule, _ = self._rules.get(id(group), ((), None, None))
         if rule is None or len(known) != len(group) or not all(map(operator.is_, known, group.values())):
             rule = self._rule_anew(group, rule, f" in group {at}")
         return rule
@@ -223,7 +226,7 @@ class RowOptimizer(StatefulOptimizer):
             rule = Rule(group, options)
         self._check_rate(lr, rule, where)
         rule.set_rate(lr)
-        self._rules[id(group)] = tuple(group.values()) if rule.is_fixed and type(lr) is float else (), rule
+        self._rules[id(group)] = tuple(group.values()) if rule.is_fixed and type(lr) is float else (), rule, group
         return rule
 
     def _check_rate(self, lr: Any, rule: Rule, where: str) -> None:
@@ -262,9 +265,7 @@ class RowOptimizer(StatefulOptimizer):
 
     def _make_state(self, jobs: Sequence[Job]) -> None:
         """Make the state that these jobs lack, all of it or, if memory runs out, none; and prepare their tables."""
-        listed = {id(param) for param in self._all_params()}
-        for key in [key for key in self._tables if key not in listed]:
-            self._forget(self._tables[key])
+        self._forget_unlisted()
         made = [
             job.spec.made_of(self.state.get(job.param, _NO_STATE), job.param, self._files.maker(self, job.param))
             for job in jobs
@@ -280,6 +281,14 @@ class RowOptimizer(StatefulOptimizer):
                     f"state_dtype={spec.dtype}: {'; '.join(lost)}"
                 )
         _dense.warn_of_forgotten_sparse([job.param for job in jobs if job.gradient is None], self._name_of)
+
+    def _forget_unlisted(self) -> None:
+        """Let go of groups that are not there any more, and of tables that are in none."""
+        groups, params = set(map(id, self.param_groups)), set(map(id, self._all_params()))
+        for key in self._rules.keys() - groups:
+            del self._rules[key]
+        for key in self._tables.keys() - params:
+            self._forget(self._tables[key])
 
     def _forget(self, table: Table) -> None:
         """Let go of a table that is in no group any more."""

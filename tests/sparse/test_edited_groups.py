@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -53,3 +55,21 @@ def test_an_invalid_option_is_refused_with_nothing_changed(optimizer: Any, name:
     before.assert_unchanged()
     made.param_groups[1][name] = good
     made.step()
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+@pytest.mark.parametrize("optimizer", [SparseAdam, DeferredAdam])
+def test_the_table_of_a_dropped_group_is_let_go(optimizer: Any, is_replaced: bool) -> None:
+    kept, dropped = table(4, 2), table(4, 2)
+    ours = optimizer([{"params": [kept]}, {"params": [dropped]}])
+    kept.grad, dropped.grad = rows_of(kept, [1]), rows_of(dropped, [1])
+    ours.step()
+    ours.param_groups.pop()
+    ours.state.pop(dropped)
+    gone = weakref.ref(dropped)
+    del dropped
+    if is_replaced:
+        ours.add_param_group({"params": [table(4, 2)]})
+    ours.step()
+    gc.collect()
+    assert gone() is None
