@@ -212,6 +212,24 @@ def test_tables_that_are_cut_from_one_buffer() -> None:
         assert distance(one, other) <= 1e-12
 
 
+def test_tables_that_were_cut_from_one_buffer_and_converted() -> None:
+    """Each has memory of its own then, but torch counts the writes to both together still."""
+    buffer = torch.randn(2 * ROWS, WIDTH)
+    model = nn.ModuleList([nn.Embedding(ROWS, WIDTH, sparse=True, _weight=part) for part in buffer.chunk(2)])
+    optimizer = DeferredAdam(model.double().parameters())
+    twin = nn.ModuleList([nn.Embedding(ROWS, WIDTH, _weight=part.clone()) for part in buffer.chunk(2)])
+    dense = torch.optim.Adam(twin.double().parameters())
+    for step in range(6):
+        for tables, each in ((model, optimizer), (twin, dense)):
+            each.zero_grad()
+            for table in tables if step % 2 else tables[:1]:
+                table(torch.tensor([step, step + 1])).square().sum().backward()
+            each.step()
+    optimizer.flush()
+    for one, other in zip(model, twin, strict=True):
+        assert distance(one.weight.detach(), other.weight.detach()) <= 1e-12
+
+
 def test_a_step_is_no_slower_for_what_is_not_read() -> None:
     """Only the rows looked up catch up; nothing in an ordinary loop reads the whole table."""
     run = Run(*optimizers()[1])

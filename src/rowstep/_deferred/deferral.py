@@ -18,7 +18,7 @@ from .._rules.rounding import step_key
 from .._schedule import Path, Schedule
 from .._state import MOMENTS, State, compute_dtype, count_tensor, counting, misfit, steps_taken
 from .._table import Table
-from .._torch_internals import is_faked, plainly, without_modes, writes_to
+from .._torch_internals import is_faked, note_writes, plainly, without_modes, writes_to
 from .._waiting import Keeper, Waiting, keeper_of, release, watch
 
 # How far, relative to a row's own deferred move, the series may be off before terms are added one by one.
@@ -119,7 +119,8 @@ class Deferral:
         """Raise if somebody has written to the table behind the back of ``watch``, while rows waited."""
         if self._writes < 0 or writes_to(self.table.param) == self._writes:
             return
-        if keeper_of(self.table.param) is self._keeper():
+        keeper = self._keeper()
+        if keeper_of(self.table.param) is keeper and not _is_counted_with(self.table.param, keeper._all_params()):
             raise RuntimeError(
                 "the table was written to through another tensor that shares its memory (a view, or what detach() "
                 "returned) while rows waited for their steps; expected writes through the parameter itself. Call "
@@ -210,6 +211,17 @@ def begin(table: Table, rule: Rule, taken: int, others: Iterable[Deferral], keep
         tolerance = _TOLERANCE.get(dtype, _TOLERANCE_BELOW_FLOAT64)
         schedule = Path(rule.betas, rule.eps, amsgrad=rule.amsgrad, step=taken, tolerance=tolerance).begin()
     Deferral(table, rule, schedule, keeper)
+
+
+def _is_counted_with(param: Tensor, others: Iterable[Tensor]) -> bool:
+    """Whether torch counts writes to another of these together with those to ``param``, so that they tell nothing.
+
+    It does for parameters cut from one buffer, even if ``model.double()`` has given each its own memory since.
+    """
+    others = [other for other in others if other is not param and not other.is_inference()]
+    before = list(map(writes_to, others))
+    note_writes([param])
+    return before != list(map(writes_to, others))
 
 
 @torch.inference_mode()  # in which all tensors can be written, also those of a state that was made in it
