@@ -34,8 +34,8 @@ class Table:
     """A parameter, its state, and what kernels are told of both."""
 
     __slots__ = (
-        "_pieces", "ahead", "dtypes", "keeper", "kernels", "lead", "memory", "param", "pending", "report", "shape",
-        "slots", "spec", "state", "words",
+        "_pieces", "_strides", "ahead", "dtypes", "keeper", "kernels", "lead", "memory", "param", "pending", "report",
+        "shape", "slots", "spec", "state", "words",
     )  # fmt: skip
 
     def __init__(self, param: Tensor, state: State, spec: StateSpec, kernels: Any) -> None:
@@ -43,6 +43,7 @@ class Table:
         self.param, self.state, self.spec = param, state, spec
         self.slots: dict[str, Tensor] = {name: state[name] for name in spec.names}
         self.shape, self.lead = param.shape, tuple(param.shape[:1])
+        self._strides = param.stride()
         m, v = self.slots.get("exp_avg"), self.slots["exp_avg_sq_row" if spec.is_by_row else "exp_avg_sq"]
         self.dtypes = (param.dtype, v.dtype if m is None else m.dtype, v.dtype)
         tensors = (param, *self.slots.values())
@@ -95,7 +96,8 @@ class Table:
     def is_in_place(self) -> bool:
         """Whether everything lies where it was found, in as much memory."""
         param = self.param
-        if param.dtype is not self.dtypes[0] or param.shape != self.shape:
+        # Strides: a square table that is transposed in place keeps its address and shape.
+        if param.dtype is not self.dtypes[0] or param.shape != self.shape or param.stride() != self._strides:
             return False
         for tensor, address, storage, size in self._pieces:
             if tensor.data_ptr() != address or storage.nbytes() != size:

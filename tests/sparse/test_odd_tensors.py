@@ -75,3 +75,17 @@ def test_an_empty_parameter_at_an_offset(optimizer: Any) -> None:
     before = other.detach().clone()
     made.step()
     assert not torch.equal(other, before)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_square_table_that_is_transposed_in_place(optimizer: Any) -> None:
+    """It keeps its address, shape and memory."""
+    params = [Parameter(torch.arange(16.0).reshape(4, 4)) for _ in range(2)]
+    made = optimizer([params[0]], lr=0.1)
+    twin = (torch.optim.SparseAdam if optimizer is SparseAdam else torch.optim.Adam)([params[1]], lr=0.1)
+    for rows in ([0, 2], [0, 1], [1]):
+        for param, each in ((params[0], made), (params[1], twin)):
+            grad = rows_of(param, rows, 1.0)
+            step_with(each, param, grad.to_dense() if isinstance(each, torch.optim.Adam) else grad)
+            param.data = param.data.t()
+    assert torch.allclose(params[0], params[1])
