@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -63,6 +65,25 @@ def test_a_report_outlives_the_prepared_table(tables: Any) -> None:
     optimizer.state[users]["exp_avg"] = optimizer.state[users]["exp_avg"].clone()  # so the table is prepared anew
     with pytest.raises(IndexError, match=r"'users'.*index 9"):
         step_with(optimizer, users, rows_of(users, [0]))
+
+
+def test_memory_that_kernels_may_write_to_is_freed_when_somebody_has_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rowstep._backends.triton import Report
+
+    device, done = torch.device("cpu"), []
+    reports = [Report(device), Report(device)]
+    kept = weakref.ref(reports[0].outside)
+    for report in reports:
+        report._is_pinned = True
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: done.append(kept() is not None))
+    del reports[0], report
+    gc.collect()
+    assert kept() is not None
+    assert not done  # a finalizer does not wait
+    reports[0].wait()
+    assert done == [True]
+    assert kept() is None
+    reports[0]._is_pinned = False
 
 
 def test_skipped_rows_are_counted_over_steps_and_tables() -> None:

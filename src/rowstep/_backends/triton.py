@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import MutableMapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -46,14 +46,24 @@ def runs_on(device: torch.device) -> bool:
 class Report:
     """What kernels find wrong with the gradients of one table. The host reads it without waiting for the device."""
 
+    _retired: ClassVar[dict[torch.device, list[Tensor]]] = {}
+
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_pinned = device, device.type != "cpu"
-        self.outside = torch.zeros(1, dtype=torch.int64, pin_memory=self._is_pinned)
-        """An id that is not in the table: itself if it is negative, else one more than it; 0 if there is none."""
-        self._outside: Any = self.outside.numpy()
+        self._outside: list[Tensor] = []
         # By program, in arrays that grow with the number of ids in a step.
         self._skipped: list[Tensor] = []
         self._stale: list[Tensor] = []
+
+    def __del__(self) -> None:
+        """Keep what kernels may still write to until somebody waits: torch knows of no stream that uses it."""
+        if self._is_pinned:
+            self._retired.setdefault(self._device, []).extend((*self._outside, *self._stale))
+
+    @property
+    def outside(self) -> Tensor:
+        """Where an id that is not in the table goes: itself if it is negative, else one more; 0 if there is none."""
+        return _places(self._outside, 1, dtype=torch.int64, pin_memory=self._is_pinned)
 
     def skipped(self, count: int) -> Tensor:
         """Where each of so many programs counts the rows that it skips."""
@@ -71,20 +81,21 @@ class Report:
     @property
     def is_empty(self) -> bool:
         """Whether nothing has been found wrong as yet."""
-        return not self._outside[0] and not any(places.numpy().any() for places in self._stale)
+        return not any(places.numpy().any() for places in (*self._outside, *self._stale))
 
     def taken(self) -> tuple[int | None, int]:
         """An id outside of the table, if there was one, and how many rows were stale; the report is empty then."""
-        found = int(self._outside[0])
-        stale = sum(int(places.numpy().sum()) for places in self._stale)
-        for places in (self.outside, *self._stale):
+        found, stale = (sum(int(places.numpy().sum()) for places in some) for some in (self._outside, self._stale))
+        for places in (*self._outside, *self._stale):
             places.numpy().fill(0)
         return (found - (found > 0) if found else None), stale
 
     def wait(self) -> None:
         """Wait for the steps that have been launched."""
         if self._is_pinned:
+            retired = self._retired.pop(self._device, None)  # before: what retires meanwhile may not be done
             torch.cuda.synchronize(self._device)
+            del retired
 
 
 def _places(arrays: list[Tensor], count: int, **options: Any) -> Tensor:
