@@ -34,12 +34,15 @@ __all__ = ["has_nonfinite", "window_after"]
 _DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 
 _NUMBERS = {torch.float32: tl.float32, torch.float64: tl.float64}
+_MOST_PROGRAMS = 1 << 23  # of a launch: AMD's devices count threads in 32 bits, and a program has up to 256
 
 reports_late = True  # see ``Report``
 
 
 def runs_on(device: torch.device) -> bool:
     """Whether the kernels can read what lies on this device."""
+    if device.type == _DEVICE == "cuda" and torch.version.hip is None:
+        return torch.cuda.get_device_capability(device) >= (7, 0)  # the oldest that Triton compiles for
     return device.type == _DEVICE
 
 
@@ -106,8 +109,8 @@ def _places(arrays: list[Tensor], count: int, **options: Any) -> Tensor:
 
 def words_of(gradient: RowGradient, note: int = 0) -> bytes | None:
     """None if the kernels cannot take a gradient. They are told of it when they are launched."""
-    values = gradient.values
-    return b"" if values.dtype in OF_KERNELS and len(gradient.lead) == 1 and not values.is_neg() else None
+    values, is_taken = gradient.values, gradient.count <= _MOST_PROGRAMS and len(gradient.lead) == 1
+    return b"" if is_taken and values.dtype in OF_KERNELS and not values.is_neg() else None
 
 
 def kernel_for(job: Job) -> type[Launch]:
@@ -218,25 +221,25 @@ def norm(gradient: RowGradient, power: float) -> Tensor:
 def catch_up(pending: Any, rows: Tensor | range) -> bool:
     """Bring these rows of a table from the steps in their notes to the schedule's; True: ids outside are reported."""
     table, schedule = pending.table, pending.schedule
-    count, first = len(rows), rows.start if isinstance(rows, range) else 0
-    if not count or not pending.columns:
+    if not len(rows) or not pending.columns:
         return True
-    ids = None if isinstance(rows, range) else torch.sort(rows).values
+    ids, numbers = (None, rows) if isinstance(rows, range) else (torch.sort(rows).values, range(len(rows)))
     path, slots, spec = schedule.path, table.slots, table.spec
     dtype = compute_dtype(*table.dtypes)
     smallest = torch.finfo(dtype).smallest_normal
     block, warps = _block_of(pending.columns)
     with torch.cuda.device_of(table.param):  # type: ignore[no-untyped-call]
-        catching_up.catch_up_rows[(count,)](
-            table.param, slots.get("exp_avg"), slots["exp_avg_sq_row" if spec.is_by_row else "exp_avg_sq"],
-            slots.get("max_exp_avg_sq"), pending.notes,
-            ids, first, count, table.row_count, pending.columns, table.report.outside,
-            *_on_device(schedule, table.param.device), path.window_length, path.capacity, schedule.step,
-            pending.key if pending.rounds else 0,
-            *_logs(path.betas), path.ratio, path.growth, path.eps, min(smallest, path.eps * DUST_OF_EPS), smallest,
-            BY_ROW=spec.is_by_row, ROUNDS_STATE=spec.is_rounded, ROUNDS_WEIGHTS=pending.rounds_weights,
-            N=_NUMBERS[dtype], BLOCK=block, num_warps=warps,
-        )  # fmt: skip
+        window, ring = _on_device(schedule, table.param.device)
+        for first in numbers[::_MOST_PROGRAMS]:
+            catching_up.catch_up_rows[(min(numbers.stop - first, _MOST_PROGRAMS),)](
+                table.param, slots.get("exp_avg"), slots["exp_avg_sq_row" if spec.is_by_row else "exp_avg_sq"],
+                slots.get("max_exp_avg_sq"), pending.notes,
+                ids, first, len(rows), table.row_count, pending.columns, table.report.outside,
+                window, ring, path.window_length, path.capacity, schedule.step, pending.key if pending.rounds else 0,
+                *_logs(path.betas), path.ratio, path.growth, path.eps, min(smallest, path.eps * DUST_OF_EPS), smallest,
+                BY_ROW=spec.is_by_row, ROUNDS_STATE=spec.is_rounded, ROUNDS_WEIGHTS=pending.rounds_weights,
+                N=_NUMBERS[dtype], BLOCK=block, num_warps=warps,
+            )  # fmt: skip
     return True
 
 
@@ -250,7 +253,8 @@ def _on_device(schedule: Schedule, device: torch.device) -> tuple[Tensor, Tensor
     there = _windows.setdefault(schedule, {})
     if device not in there:
         ring = _rings.setdefault(schedule.timeline, {}).setdefault(device, _Ring())
-        there[device] = _sent(schedule.window, device), ring.up_to_date(schedule, device)
+        with torch.inference_mode(False):  # or no later step could write to the ring
+            there[device] = _sent(schedule.window, device), ring.up_to_date(schedule, device)
     return there[device]
 
 

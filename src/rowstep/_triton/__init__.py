@@ -13,6 +13,7 @@ Why no two programs of a launch write the same address
 ``sum_chunks``                      A program writes one block of columns of one chunk.
 ``norm_rows``                       A program writes one number, in its own place.
 
-Launches follow each other on one stream, so what one has written the next can read. There are no atomic operations, and
-every sum has a fixed order: the same input gives the same bits.
+A program has up to four warps. All of them read what is kept for a row as a whole, and one of them writes it: behind a
+barrier, or the others could read what is new. Launches follow each other on one stream, so the next can read what one
+has written. There are no atomic operations, and every sum has a fixed order: the same input gives the same bits.
 """

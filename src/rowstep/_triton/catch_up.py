@@ -41,9 +41,9 @@ def catch_up_rows(
     dust: tl.float64, smallest: tl.float64, BLOCK: tl.constexpr,
     BY_ROW: tl.constexpr, ROUNDS_STATE: tl.constexpr, ROUNDS_WEIGHTS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Bring the rows that sorted ids name, or those from ``first`` on, to ``step``. Grid: how many there are."""
-    here = tl.program_id(0).to(tl.int64)
-    row = first + here
+    """Bring to ``step`` the rows that sorted ids name, or all. Grid: how many of them, from the ``first`` on."""
+    here = first + tl.program_id(0)
+    row = here
     if ids is not None:
         row = tl.load(ids + here)
         if (here > 0) & (row == tl.load(ids + here - 1, mask=here > 0, other=0)):
@@ -57,6 +57,8 @@ def catch_up_rows(
     gap = step - start
     if gap <= 0:
         return
+    r = widen(tl.load(v + row), N) if BY_ROW else None
+    tl.debug_barrier()  # every warp has read what one of them writes
     tl.store(notes + row, step.to(tl.int32))
 
     now = tl.load(ring + step % capacity * _RING_COLUMNS + _LOG_KEPT)
@@ -69,7 +71,6 @@ def catch_up_rows(
     bound = tl.where(bound > 0, bound, -1.0).to(N)  # no second moment is below that
     mean = tl.maximum(coefficient(place, _EBAR), tl.full((), smallest, tl.float64)).to(N)
     if BY_ROW:
-        r = widen(tl.load(v + row), N)
         store(v + row, None, aged_by(r, power2), None)
 
     for offset in range(0, width, BLOCK):

@@ -98,10 +98,9 @@ def store(place, is_there, number, bits):
         single = number.to(tl.float32)
         exact, is_nan = single.to(tl.uint32, bitcast=True), single != single
         if bits is None:
-            cut = (exact + 0x7FFF + ((exact >> 16) & 1)) >> 16
-            cut = tl.where(is_nan, 0x7FC0, cut)  # rounding could carry a NaN's payload into infinity
-        else:
-            cut = (exact + tl.where(is_nan, 0, bits & 0xFFFF)) >> 16
+            bits = 0x7FFF + ((exact >> 16) & 1)
+        # A NaN's payload could be cut off, or carried into infinity.
+        cut = tl.where(is_nan, 0x7FC0, (exact + (bits & 0xFFFF)) >> 16)
         tl.store(place, cut.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=is_there)
     else:
         tl.store(place, number.to(place.dtype.element_ty), mask=is_there)

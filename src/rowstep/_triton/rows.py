@@ -26,7 +26,7 @@ def run_sum(gradient, run, row, columns, N: tl.constexpr):
     is_there = columns < width
     total = tl.zeros(columns.shape, N)
     at = run
-    while tl.load(rows + at, mask=at < count, other=-1) == row:
+    while tl.load(rows + at, mask=at < count, other=~row) == row:  # behind the last there is none, not even -1
         position = tl.load(order + at)
         place = values + position * row_stride + columns * column_stride
         if chunks is None:
@@ -34,7 +34,7 @@ def run_sum(gradient, run, row, columns, N: tl.constexpr):
             at += 1
         else:
             last = at + _CHUNK - 1
-            is_whole = (at % _CHUNK == 0) & (tl.load(rows + last, mask=last < count, other=-1) == row)
+            is_whole = (at % _CHUNK == 0) & (tl.load(rows + last, mask=last < count, other=~row) == row)
             if is_whole:
                 total += tl.load(chunks + at // _CHUNK * width + columns, mask=is_there, other=0.0)
                 at += _CHUNK
@@ -46,8 +46,9 @@ def run_sum(gradient, run, row, columns, N: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def sum_chunks(
-    chunks, values, row_stride, column_stride, order, rows, count: tl.int64, width, N: tl.constexpr, BLOCK: tl.constexpr
-):
+    chunks, values, row_stride: tl.int64, column_stride: tl.int64, order, rows, count: tl.int64, width,
+    N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Sum the chunks of the sorted occurrences that lie in one run. Grid: whole chunks, blocks of columns."""
     chunk = tl.program_id(0).to(tl.int64)
     first = chunk * _CHUNK
@@ -63,7 +64,7 @@ def sum_chunks(
 @triton.jit(do_not_specialize=["count", "row_count", "note", "key"])
 def step_rows(
     p, m, v, u, counts, notes,
-    chunks, values, row_stride, column_stride, order, rows, count: tl.int64, width,
+    chunks, values, row_stride: tl.int64, column_stride: tl.int64, order, rows, count: tl.int64, width,
     row_count: tl.int64, outside, skipped, stale, note: tl.int64, key: tl.int64,
     log_beta1: tl.float64, log_beta2: tl.float64, one_minus_beta1: tl.float64,
     beta2: tl.float64, one_minus_beta2: tl.float64, eps: tl.float64, step_size: tl.float64,
@@ -115,8 +116,10 @@ def step_rows(
                 return
 
     rate, eps_n = tl.full((), step_size, tl.float64), tl.full((), eps, tl.float64)
+    taken = tl.load(counts + row) + 1 if counts is not None else None
+    r = widen(tl.load(v + row), N) if BY_ROW else None
+    tl.debug_barrier()  # every warp has read what one of them writes
     if counts is not None:
-        taken = tl.load(counts + row) + 1
         tl.store(counts + row, taken)
         second = root(1 - tl.exp(taken.to(tl.float64) * log_beta2))
         rate = rate * second / (1 - tl.exp(taken.to(tl.float64) * log_beta1))
@@ -126,7 +129,7 @@ def step_rows(
     beta2_n, one_minus_beta2_n = tl.full((), beta2, N), tl.full((), one_minus_beta2, N)
     if BY_ROW:
         square = (squares / width).to(N)
-        r = averaged(widen(tl.load(v + row), N), square, beta2_n, one_minus_beta2_n, AS_DENSE)
+        r = averaged(r, square, beta2_n, one_minus_beta2_n, AS_DENSE)
         store(v + row, None, r, None)
         rate = rate / (root(r) + eps_n)
 
@@ -165,7 +168,7 @@ def step_rows(
 
 @triton.jit(do_not_specialize=["count"])
 def norm_rows(
-    chunks, values, row_stride, column_stride, order, rows, count: tl.int64, width, sums,
+    chunks, values, row_stride: tl.int64, column_stride: tl.int64, order, rows, count: tl.int64, width, sums,
     power: tl.float64, IS_LARGEST: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sum of |g|^power over each row, in float64, or the largest |g|; where no run begins, 0. Grid: the count."""
