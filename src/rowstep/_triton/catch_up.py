@@ -76,24 +76,17 @@ def catch_up_rows(
     for offset in range(0, width, BLOCK):
         columns = offset + tl.arange(0, BLOCK)
         is_there, at = columns < width, row * width + columns
-        p_bits, m_bits, v_bits = None, None, None
-        if ROUNDS_WEIGHTS:
-            p_bits = bits_of(weights_key(key, row), columns)
-        if ROUNDS_STATE:
-            m_bits = bits_of(state_key(key, row), columns)
-            v_bits = m_bits >> 16
+        p_bits = bits_of(weights_key(key, row), columns) if ROUNDS_WEIGHTS else None
+        m_bits = bits_of(state_key(key, row), columns) if ROUNDS_STATE else None
+        v_bits = m_bits >> 16 if ROUNDS_STATE else None
         p_c = kept * load(p + at, is_there, N)
         if not BY_ROW:
             v_c = load(v + at, is_there, N)
             store(v + at, is_there, aged_by(v_c, power2), v_bits)
         if m is not None:
             m_c = load(m + at, is_there, N)
-            if BY_ROW:
-                divisor = r + tl.zeros((BLOCK,), N)
-            elif u is not None:  # the largest second moment divides, and it does not decay
-                divisor = load(u + at, is_there, N)
-            else:
-                divisor = v_c
+            # amsgrad's largest second moment does not decay.
+            divisor = r + tl.zeros((BLOCK,), N) if BY_ROW else load(u + at, is_there, N) if u is not None else v_c
             unsafe = (divisor <= bound) & (m_c != 0)
             if tl.max(unsafe.to(tl.int32), axis=0) == 0:
                 # All missed steps at once, with the sum expanded around the mean of e. m is divided first.

@@ -24,18 +24,15 @@ def run_sum(gradient, run, row, columns, N: tl.constexpr):
     """The sum over the run of a row that begins at position ``run``, for these columns."""
     chunks, values, row_stride, column_stride, order, rows, count, width = gradient
     is_there = columns < width
-    total = tl.zeros(columns.shape, N)
-    at = run
+    total, at = tl.zeros(columns.shape, N), run
     while tl.load(rows + at, mask=at < count, other=~row) == row:  # behind the last there is none, not even -1
-        position = tl.load(order + at)
-        place = values + position * row_stride + columns * column_stride
+        place = values + tl.load(order + at) * row_stride + columns * column_stride
         if chunks is None:
             total += load(place, is_there, N)
             at += 1
         else:
             last = at + _CHUNK - 1
-            is_whole = (at % _CHUNK == 0) & (tl.load(rows + last, mask=last < count, other=~row) == row)
-            if is_whole:
+            if (at % _CHUNK == 0) & (tl.load(rows + last, mask=last < count, other=~row) == row):
                 total += tl.load(chunks + at // _CHUNK * width + columns, mask=is_there, other=0.0)
                 at += _CHUNK
             else:
@@ -91,9 +88,7 @@ def step_rows(
     first_columns = tl.arange(0, BLOCK)
     if not IS_WIDE:
         g = run_sum(gradient, here, row, first_columns, N)
-    sign_n, decay_n = tl.full((), sign, N), None
-    if HAS_DECAY:
-        decay_n = tl.full((), decay, N)
+    sign_n, decay_n = tl.full((), sign, N), tl.full((), decay, N) if HAS_DECAY else None
 
     # What the whole row decides: whether it is finite, and the mean of its squares.
     if (skipped is not None) or BY_ROW:
@@ -105,10 +100,8 @@ def step_rows(
             if skipped is not None:
                 flaws += tl.sum((tl.abs(g) < float("inf")).to(tl.int32) ^ 1)
             if BY_ROW:
-                whole = g
-                if HAS_DECAY:
-                    whole = sign_n * g + decay_n * load(p + row * width + columns, columns < width, N)
-                whole = whole.to(tl.float64)
+                p_c = load(p + row * width + columns, columns < width, N) if HAS_DECAY else None
+                whole = (sign_n * g + decay_n * p_c if HAS_DECAY else g).to(tl.float64)
                 squares += tl.sum(whole * whole)
         if skipped is not None:  # noqa: SIM102  decided when the kernel is compiled
             if flaws > 0:
@@ -138,23 +131,17 @@ def step_rows(
         is_there, at = columns < width, row * width + columns
         if IS_WIDE:
             g = run_sum(gradient, here, row, columns, N)
-        m_c, v_c, u_c, p_bits, m_bits, v_bits = None, None, None, None, None, None
-        if m is not None:
-            m_c = load(m + at, is_there, N)
-        if not BY_ROW:
-            v_c = load(v + at, is_there, N)
-        if u is not None:
-            u_c = load(u + at, is_there, N)
+        m_c = load(m + at, is_there, N) if m is not None else None
+        v_c = load(v + at, is_there, N) if not BY_ROW else None
+        u_c = load(u + at, is_there, N) if u is not None else None
         p_c, m_c, v_c, u_c = rule(
             load(p + at, is_there, N), m_c, v_c, u_c, sign_n * g,
             tl.full((), one_minus_beta1, N), beta2_n, one_minus_beta2_n, eps_n, rate,
             None, tl.full((), shrink, N), decay_n, AS_DENSE, root, maximum,
         )  # fmt: skip
-        if ROUNDS_WEIGHTS:
-            p_bits = bits_of(weights_key(key, row), columns)
-        if ROUNDS_STATE:
-            m_bits = bits_of(state_key(key, row), columns)
-            v_bits = m_bits >> 16
+        p_bits = bits_of(weights_key(key, row), columns) if ROUNDS_WEIGHTS else None
+        m_bits = bits_of(state_key(key, row), columns) if ROUNDS_STATE else None
+        v_bits = m_bits >> 16 if ROUNDS_STATE else None
         store(p + at, is_there, p_c, p_bits)
         if m is not None:
             store(m + at, is_there, m_c, m_bits)
