@@ -26,13 +26,14 @@ import torch
 import triton
 from torch import Tensor
 from torch.nn import Parameter
+from triton.backends.amd.compiler import HIPBackend
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from rowstep import DeferredAdamW, SparseAdam, clip_grad_norm_
 from rowstep._backends import triton as backend
-from tests.helpers.gradients import rows_of, set_grad
+from tests.helpers.gradients import set_grad, sparse
 
 Case = dict[str, Any]
 
@@ -40,7 +41,7 @@ FLOATS = [torch.bfloat16, torch.float32, torch.float64]
 
 FACTORS: dict[str, list[Any]] = {
     "optimizer": [SparseAdam, DeferredAdamW],
-    "kept": ["element", "maximum", "row", "row without momentum"],
+    "kept": ["element", "maximum", "row", "row without momentum", "element without momentum"],
     "dtype": FLOATS,
     "grad_dtype": FLOATS,
     "state_dtype": [None, *FLOATS],
@@ -49,8 +50,10 @@ FACTORS: dict[str, list[Any]] = {
     "bias_correction": ["global", "row"],
     "nonfinite": ["propagate", "skip"],
     "is_dense": [False, True],
-    "columns": [3, 64, 1500],
+    "columns": [1, 3, 64, 1500],
     "count": [5, 100],
+    "is_expanded": [False, True],
+    "is_large": [False, True],
     "norm_type": [2.0, torch.inf],
 }
 
@@ -62,6 +65,7 @@ KEPT: dict[str, Case] = {
     "maximum": {"amsgrad": True},
     "row": {"second_moment": "row"},
     "row without momentum": {"second_moment": "row", "betas": (0.0, 0.9)},
+    "element without momentum": {"betas": (0.0, 0.9)},
 }
 
 
@@ -71,7 +75,7 @@ def is_possible(case: Case) -> bool:
     if case["optimizer"] is DeferredAdamW:
         return bool(case["bias_correction"] == "global" and case["nonfinite"] == "propagate")
     # A dense gradient is torch's to step unless something is kept that torch cannot take.
-    is_torchs = case["kept"] in ("element", "maximum") and case["state_dtype"] in (None, case["dtype"])
+    is_torchs = not case["kept"].startswith("row") and case["state_dtype"] in (None, case["dtype"])
     return not (case["is_dense"] and is_torchs and not case["stochastic_rounding"])
 
 
@@ -99,15 +103,19 @@ def _pairs(case: Case) -> set[Any]:
     return set(itertools.combinations(((name, str(value)) for name, value in case.items()), 2))
 
 
-def step(case: Case) -> None:
-    """Steps that ask for the kernels of a case."""
+def step(case: Case, rows: int = 7) -> None:
+    """Steps that ask for the kernels of a case, with a table of so many rows."""
     options = {name: case[name] for name in ("state_dtype", "stochastic_rounding", "weight_decay")} | KEPT[case["kept"]]
     if case["optimizer"] is SparseAdam:
         options |= {name: case[name] for name in ("bias_correction", "nonfinite")}
-    param = Parameter(torch.zeros(7, case["columns"], dtype=case["dtype"]))
+    param = Parameter(torch.zeros(rows, case["columns"], dtype=case["dtype"]))
     optimizer = case["optimizer"]([param], **options)
     ids = torch.zeros(case["count"], dtype=torch.int64)
-    grads: list[Tensor] = [rows_of(param, ids, 1.0).to(case["grad_dtype"])] * 2
+    shape = case["count"], case["columns"]
+    values = torch.ones(shape, dtype=case["grad_dtype"])
+    if case["is_expanded"]:  # as sum().backward() has them
+        values = values.as_strided(shape, (0, 0))
+    grads: list[Tensor] = [sparse(ids.unsqueeze(0), values, param.shape)] * 2
     if case["is_dense"]:
         grads[1] = torch.zeros_like(param).to(case["dtype"])
     for grad in grads:
@@ -148,6 +156,38 @@ def resources(kernel: Any) -> dict[str, int]:
     return numbers | {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps}
 
 
+def unordered(ttir: str) -> set[str]:
+    """Arguments of which a program reads a number and then writes one, without a barrier: they are what warps race for.
+
+    All threads load it, and the store is one thread's.
+    """
+    base: dict[str, str] = {}
+    read: set[str] = set()
+    found: set[str] = set()
+    for line in ttir.splitlines():
+        if "barrier" in line:
+            read.clear()
+        elif moved := re.search(r"(%[\w#]+) = tt\.addptr (%[\w#]+)", line):
+            base[moved[1]] = base.get(moved[2], moved[2])
+        elif use := re.search(r"tt\.(load|store) (%[\w#]+).* : !tt\.ptr<", line):  # those of blocks have a tensor<
+            place = base.get(use[2], use[2])
+            if use[1] == "load":
+                read.add(place)
+            elif place in read:
+                found.add(place)
+    return found
+
+
+def check(kernel: Any, is_cuda: bool) -> None:
+    """What can be told of a kernel by its text."""
+    signature, asm = kernel.src.signature, kernel.asm
+    assert asm["cubin" if is_cuda else "hsaco"]
+    assert "fp32" not in signature.values(), signature  # scalars are of float64, whatever is computed with
+    assert {name for name, kind in signature.items() if kind == "i32"} <= {"width"}, signature  # or offsets overflow
+    assert unordered(asm["ttir"]) <= {"%skipped"}, unordered(asm["ttir"])  # whose sum goes nowhere else
+    assert "atomic" not in asm["ttir"]
+
+
 def main(name: str, which: str = "pairs") -> None:
     kind, architecture = name.split(":")
     is_cuda = kind == "cuda"
@@ -155,23 +195,30 @@ def main(name: str, which: str = "pairs") -> None:
     driver.set_active(Target(target))
     backend._DEVICE = "cpu"
     case: Case = {}
+    again: Case = {}
     compiled: dict[int, Any] = {}
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        assert kernel.asm["cubin" if is_cuda else "hsaco"]
-        assert "fp32" not in kernel.src.signature.values()  # scalars are of float64, whatever is computed with
+        if "sums" in self.arg_names:  # a norm of 0: the step gets the gradient as it was, and not a scaled copy
+            args[self.arg_names.index("sums")].zero_()
         if id(kernel) not in compiled:
+            assert case is not again, (self.fn.__name__, case)  # another step asks for other kernels
+            check(kernel, is_cuda)
             compiled[id(kernel)] = kernel
             about = {"kernel": self.fn.__name__, "case": {name: str(value) for name, value in case.items()}}
             print(json.dumps(about | resources(kernel)))
         return kernel
 
     JITFunction.run = compile_only
-    cases = every_combination() if which == "all" else every_pair()
-    for case in cases:
+    # Tables of more than 2 GB: AMD's compiler takes 32 bits for offsets where it may.
+    HIPBackend.is_within_2gb = lambda _: not case["is_large"]
+    for case in every_combination() if which == "all" else every_pair():
         step(case)
+        for count in (1, 16) if case["count"] < 64 else (64, 101):  # which Triton could make kernels of their own for
+            case = again = case | {"count": count}
+            step(case, rows=count % 50)  # a dense gradient with 64 rows would be one with chunks
     print(json.dumps({"target": name, "kernels": len(compiled)}))
 
 
