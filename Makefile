@@ -17,7 +17,8 @@ ARITHMETIC := $(addprefix tests/,$(addsuffix .py,$(addprefix sparse/test_,same_a
 SMOKE := $(addprefix tests/,$(addsuffix .py,sparse/test_same_as_torch deferred/test_same_as_torch clip/test_clip \
 	state/test_plain_checkpoints))
 # Those of the tests of the update that are small enough for Triton's interpreter.
-INTERPRETED := $(addprefix tests/,sparse/test_options.py sparse/test_nonfinite.py state/test_row_steps.py)
+INTERPRETED := $(addprefix tests/,$(addsuffix .py,$(addprefix sparse/test_,options nonfinite layouts odd_tensors gradients) \
+	state/test_row_steps))
 
 .PHONY: demo smoke test check gpu cpus old-cpu stress versions integration clients docs docs-test format bench peers dist clean clean-cache
 

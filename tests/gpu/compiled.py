@@ -1,8 +1,8 @@
 """Compile what steps ask for, without a device: ``python -m tests.gpu.compiled cuda:90`` or ``hip:gfx942``.
 
 What would be launched is compiled instead, with the very arguments that the package passes. Prints a line of JSON for
-each kernel: its name, the case that has asked for it, and what the compiler says of it. With ``all`` behind the target
-every combination of options is tried; otherwise every pair of values of two options is.
+each kernel: its name, the case that has asked for it, and what the compiler says of it. Every pair of values of
+two options is tried; with ``all`` behind the target, every combination of options for one table too.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def main(name: str, which: str = "pairs") -> None:
     JITFunction.run = compile_only
     # Tables of more than 2 GB: AMD's compiler takes 32 bits for offsets where it may.
     HIPBackend.is_within_2gb = lambda _: not case["is_large"]
-    for case in every_combination() if which == "all" else every_pair():
+    for case in itertools.chain(every_pair(), every_combination() if which == "all" else ()):
         step(case)
         for count in (1, 16) if case["count"] < 64 else (64, 101):  # which Triton could make kernels of their own for
             case = again = case | {"count": count}
