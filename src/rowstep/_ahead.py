@@ -21,7 +21,7 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _before_sync
 from ._gradient import RowGradient
+from ._memory import is_in_file, read_from_file
 from ._table import Job
 from ._torch_internals import note_writes, plainly, writes_to
 from ._waiting import Waiting, keeper_of, watch
@@ -86,7 +87,9 @@ class _Order:
 class Ahead:
     """What the worker has to do for one table. Its methods are for the owner's thread, but for those with ``_do``."""
 
-    def __init__(self) -> None:
+    def __init__(self, weight: Tensor) -> None:
+        self._is_in_file, self._state_in_files = is_in_file(weight), list[Any]()
+        """The second are weak references."""
         self.announced: list[Announced] = []
         self._orders: collections.deque[_Order] = collections.deque()
         """In the order in which they are carried out. One that is not in it any more, has been."""
@@ -101,6 +104,16 @@ class Ahead:
         self._reads_early = False
         self._kernels: Any = None
         """Those of the last step."""
+
+    def keep_state(self, slots: Iterable[Tensor]) -> None:
+        """Know what an optimizer keeps for the rows."""
+        self._state_in_files = [weakref.ref(slot) for slot in slots if is_in_file(slot)]
+
+    def read_files(self, weight: Tensor, rows: Tensor) -> None:
+        """Have these rows and their state in memory, as far as they are in files."""
+        for tensor in [weight] * self._is_in_file + [slot() for slot in self._state_in_files]:
+            if tensor is not None:
+                read_from_file(tensor, rows)
 
     # Announcing
 
@@ -151,9 +164,11 @@ class Ahead:
 
     def _do_announced(self, batch: Announced, weight: Tensor, pinned: bool) -> None:
         distinct, batch.places = torch.unique(batch.ids.long(), return_inverse=True)
-        if batch.writes >= 0 and len(distinct) and 0 <= int(distinct[0]) <= int(distinct[-1]) < len(weight):
-            rows = torch.empty(len(distinct), *weight.shape[1:], dtype=weight.dtype, pin_memory=pinned)
-            batch.rows = torch.index_select(weight, 0, distinct, out=rows)
+        if len(distinct) and 0 <= int(distinct[0]) <= int(distinct[-1]) < len(weight):
+            self.read_files(weight, distinct)
+            if batch.writes >= 0:
+                rows = torch.empty(len(distinct), *weight.shape[1:], dtype=weight.dtype, pin_memory=pinned)
+                batch.rows = torch.index_select(weight, 0, distinct, out=rows)
         batch.distinct = distinct
 
     # Stepping
@@ -265,7 +280,7 @@ def of_table(weight: Tensor) -> Ahead:
     """The same, made if there is none."""
     found = of(weight)
     if found is None:
-        found = _of_tables[weight] = Ahead()
+        found = _of_tables[weight] = Ahead(weight)
     return found
 
 

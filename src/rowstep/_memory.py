@@ -101,6 +101,11 @@ def is_in_file(tensor: Tensor) -> bool:
     return storage is not None and any(file.has(tensor) for file in storage._mapping.files_of(()))
 
 
+def read_from_file(tensor: Tensor, rows: Tensor) -> None:
+    """Have these rows in memory, of a tensor for which ``is_in_file`` was true."""
+    sys.modules[f"{__package__}.storage"]._mapping.read_rows(tensor, rows)
+
+
 def is_dtensor(value: Tensor) -> TypeGuard[DTensor]:
     """Whether this is one of torch's own distributed tensors."""
     if plain_class(value) in (Tensor, Parameter):  # spares them an import of 0.8 s

@@ -258,6 +258,8 @@ class RowOptimizer(StatefulOptimizer):
             table.report = self._reports.setdefault(id(param), kernels.Report(param.device))
         elif self._lock is not self._bare_lock and table.kernels is not None:
             table.ahead, table.keeper = _ahead.of(param), self._self
+            if table.ahead is not None:
+                table.ahead.keep_state(table.slots.values())
         return table
 
     def _prepare_waiting_rows(self, pending: Any, gradient: RowGradient) -> None:

@@ -12,10 +12,14 @@ import fcntl
 import math
 import mmap
 import os
+import resource
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +34,8 @@ _ADVICE = {
     errno.EEXIST: "choose another path, or delete what is there",
     errno.ENOSPC: "free disk space, or choose another disk",
 }
+_READERS = 32  # threads that wait for the disk
+_SAMPLED = 64  # of so many rows, one tells whether they are in memory
 _MAP_NORESERVE = 0x4000  # without it, a private mapping larger than memory is refused. Python 3.13 has a name for it
 
 
@@ -146,6 +152,28 @@ def _tensor(memory: mmap.mmap, span: Span) -> Tensor:
     assert span.dtype is not None
     flat = torch.frombuffer(memory, dtype=span.dtype, count=math.prod(span.shape), offset=span.begin)
     return flat.view(span.shape)
+
+
+def read_rows(tensor: Tensor, rows: Tensor) -> None:
+    """Have these rows in memory, for whoever reads them next: what is on disk, many threads read at the same time.
+
+    A thread that touches a page on disk waits for it. With 20,000 such pages in a batch, this took 1.4 s in one thread
+    and 0.36 s in 32; to advise the system of each page (madvise) 0.42 s, and 60 ms where all were in memory.
+    """
+    row_bytes = tensor.nbytes // len(tensor)
+    numbers = tensor.detach().view(-1).view(torch.uint8).numpy()
+    begins = rows.long().numpy() * row_bytes
+
+    def touch(begins: Any) -> int:
+        """Return how many pages were on disk."""
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
+        for offset in {*range(0, row_bytes, mmap.PAGESIZE), row_bytes - 1}:
+            numbers[begins + offset]
+        return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt - before
+
+    if touch(begins[::_SAMPLED]):
+        with ThreadPoolExecutor(_READERS) as readers:
+            list(readers.map(touch, np.array_split(begins, _READERS)))
 
 
 def _map(file: int, path: str) -> MappedFile:
