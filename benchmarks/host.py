@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import mmap
 import os
 import resource
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -30,7 +32,7 @@ from benchmarks.report import Grid, times
 from benchmarks.sparse.fresh import in_fresh_interpreter, status
 from benchmarks.suite import Bar, Part, Suite
 from benchmarks.timing import BUSY, Contender, watch
-from rowstep import HostEmbedding, SparseAdam, _host, prefetched, storage
+from rowstep import DeferredAdam, HostEmbedding, SparseAdam, _host, prefetched, storage
 
 RAM, FILE = "in RAM", "in a file"
 NAME = "table.safetensors"
@@ -39,8 +41,12 @@ TINY = replace(TINY_UNIFORM, name="fits-uniform"), replace(TINY_ZIPF, name="fits
 BEYOND = Case("beyond-memory", 32_000_000, 64, 65_536, zipf=True, batches=24)
 SPARSE_FILE = Case("sparse-file", 312_500_000, 160, 1_000)  # 100 GB
 MODEL_SECONDS = 0.05
-STATES: dict[str, dict[str, Any]] = {"SparseAdam": {}, "row, no first": KINDS["row, no first"].options}
 SMALLEST = KINDS["row, no first"].options
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "SparseAdam": SparseAdam,
+    "row, no first": functools.partial(SparseAdam, **SMALLEST),
+    "DeferredAdam": DeferredAdam,
+}
 
 LEAST_HIDDEN = {False: 0.9, True: 0.7}  # by whether ids are Zipf's
 FILE_OVER_RAM = 1.05
@@ -62,22 +68,24 @@ class HostSuite(Suite):
 
     def _hidden(self, case: Case) -> None:
         pool = [ids for (ids,) in batches_of_ids(replace(case, batches=8 if self.quick else 24))]
-        for name, options in STATES.items():
+        for name, make in OPTIMIZERS.items():
             with watch() as load:
-                (plain, weight), (ahead, same) = (row_seconds(case, options, pool, ahead) for ahead in (False, True))
+                (plain, weight), (ahead, same) = (row_seconds(case, make, pool, ahead) for ahead in (False, True))
             if not torch.equal(weight, same):
                 raise DisagreementError(f"{case.about}, {name}: prefetching has changed the weights")
             hidden = [1 - of(ahead) / of(plain) for of in (min, median)]
             seconds = [of(each) for each in (plain, ahead) for of in (min, median)]
             self.findings.setdefault("prefetch", []).append((f"{case.about}, {name}", seconds, hidden))
-            what = f"row time hidden, median: {case.about}, {name}"
-            bar = Bar(what, LEAST_HIDDEN[case.zipf], hidden[1], at_least=True, disturbed=load.others > BUSY)
-            self.bars.append(bar)
+            if make is not DeferredAdam:  # whose rows cannot be read before they have caught up
+                what = f"row time hidden, median: {case.about}, {name}"
+                bar = Bar(what, LEAST_HIDDEN[case.zipf], hidden[1], at_least=True, disturbed=load.others > BUSY)
+                self.bars.append(bar)
 
     def _fits(self, case: Case) -> None:
         pool = [ids for (ids,) in batches_of_ids(case)]
         with tempfile.TemporaryDirectory() as folder:
-            loops = {RAM: Loop(table(case), pool), FILE: Loop(table(case, Path(folder, NAME)), pool)}
+            tables = {RAM: table(case), FILE: table(case, Path(folder, NAME))}
+            loops = {name: Loop(each, itertools.cycle(pool)) for name, each in tables.items()}
             for loop in loops.values():
                 for _ in pool:
                     loop.run()
@@ -98,7 +106,8 @@ class HostSuite(Suite):
             limit = in_ram["bytes"] // TIMES_MEMORY
             with contextlib.nullcontext() if self.quick else control_group(limit) as group:
                 in_file = in_fresh_interpreter(train, folder, case.rows, case.dim, FILE, group=group)
-        self.findings["beyond_memory"] = {"about": case.about, "limit": limit, RAM: in_ram, FILE: in_file}
+            disk = reads_per_second(Path(folder, NAME))
+        self.findings["beyond_memory"] = {"about": case.about, "limit": limit, "disk": disk, RAM: in_ram, FILE: in_file}
         what = f"steps per second with a quarter of the memory, of those in RAM: {case.about}"
         speed = in_ram["seconds"] / in_file["seconds"]
         self.bars.append(Bar(what, LEAST_SPEED, speed, "x", at_least=True, disturbed=load.others > BUSY))
@@ -138,6 +147,8 @@ class HostSuite(Suite):
             ]
             title = f"{found['about']}; the file with {found['limit'] / 1e9:.2f} GB of memory"
             yield Grid(title, ["table", "ms a step", "page faults", "MB read"], lines)
+            alone = found[FILE]["read"] / mmap.PAGESIZE / found["disk"]
+            yield f"The disk reads {found['disk']:,.0f} pages a second: {alone * 1e3:,.0f} ms for those of a step"
         if found := self.findings.get("sparse_file"):
             resident = f"{found['resident'] / 1e6:.0f} MB more resident"
             yield f"Sparse file, created, opened and stepped: {found['seconds']:.2f} s, {resident}"
@@ -146,8 +157,8 @@ class HostSuite(Suite):
 class Loop:
     """Training without a model: batches in turn."""
 
-    def __init__(self, table: HostEmbedding, batches: Sequence[Tensor], **options: Any) -> None:
-        self.table, self.batches = table, itertools.cycle(batches)
+    def __init__(self, table: HostEmbedding, batches: Iterable[Tensor], **options: Any) -> None:
+        self.table, self.batches = table, iter(batches)
         self.optimizer = SparseAdam(table.parameters(), lr=0.01, **(options or SMALLEST))
 
     def backward(self, _number: int = 0) -> None:
@@ -168,7 +179,9 @@ def table(case: Case, path: Path | None = None) -> HostEmbedding:
     return HostEmbedding(case.rows, case.dim, dtype=torch.bfloat16, device="cpu", path=path)
 
 
-def row_seconds(case: Case, options: dict[str, Any], pool: Sequence[Tensor], ahead: bool) -> tuple[list[float], Tensor]:
+def row_seconds(
+    case: Case, make: Callable[..., Any], pool: Sequence[Tensor], ahead: bool
+) -> tuple[list[float], Tensor]:
     """What each step spends on rows, and the weights in the end.
 
     That is the way from ids to rows, and the optimizer's step; not what the device would do, the lookup among the rows
@@ -180,12 +193,11 @@ def row_seconds(case: Case, options: dict[str, Any], pool: Sequence[Tensor], ahe
         @staticmethod
         def apply(*arguments: Any) -> Any:
             nonlocal arrived_at
-            arrived = usual.apply(*arguments)  # type: ignore[no-untyped-call]
             arrived_at = time.perf_counter()
-            return arrived
+            return usual.apply(*arguments)  # type: ignore[no-untyped-call]
 
     weights = table(case)
-    optimizer = SparseAdam(weights.parameters(), lr=0.01, **options)
+    optimizer = make(weights.parameters(), lr=0.01)
     gradient = torch.randn(case.ids, case.dim, generator=torch.Generator().manual_seed(0)).bfloat16()
     with mock.patch.object(_host, "_Arrived", Arrived):
         start = time.perf_counter()
@@ -224,8 +236,8 @@ def train(folder: str, rows: int, dim: int, where: str) -> dict[str, float]:
     batches = [*torch.from_numpy(np.load(Path(folder, "ids.npy")))]
     path = Path(folder, NAME) if where == FILE else None
     in_files = {} if path is None else {"state_dir": folder}
-    loop, half = Loop(table(Case("", rows, dim, 0), path), batches, **SMALLEST, **in_files), len(batches) // 2
-    seen = []
+    weights, half, seen = table(Case("", rows, dim, 0), path), len(batches) // 2, []
+    loop = Loop(weights, prefetched(batches, {weights: lambda ids: ids}), **SMALLEST, **in_files)
     for number in range(len(batches)):
         if number == half:
             seen.append(_counters())
@@ -234,8 +246,21 @@ def train(folder: str, rows: int, dim: int, where: str) -> dict[str, float]:
         loop.optimizer.step()
     seen.append(_counters())
     taken = {key: (seen[1][key] - seen[0][key]) / (len(batches) - half) for key in seen[0]}
-    weight = loop.table.weight
+    weight = weights.weight
     return taken | {"bytes": weight.nbytes + round(state_bytes(loop.optimizer) * weight.numel())}
+
+
+def reads_per_second(path: Path, count: int = 20_000) -> float:
+    """How many pages of a file the disk reads, if 32 threads ask for pages at random."""
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(32) as threads:
+        os.fsync(file.fileno())
+        for advice in (os.POSIX_FADV_DONTNEED, os.POSIX_FADV_RANDOM):
+            os.posix_fadvise(file.fileno(), 0, 0, advice)
+        places = np.random.default_rng(0).integers(0, path.stat().st_size // mmap.PAGESIZE, count) * mmap.PAGESIZE
+        start = time.perf_counter()
+        for _ in threads.map(lambda place: os.pread(file.fileno(), mmap.PAGESIZE, place), places.tolist()):
+            pass
+        return count / (time.perf_counter() - start)
 
 
 def _counters() -> dict[str, float]:
