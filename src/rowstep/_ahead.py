@@ -109,6 +109,12 @@ class Ahead:
         """Know what an optimizer keeps for the rows."""
         self._state_in_files = [weakref.ref(slot) for slot in slots if is_in_file(slot)]
 
+    def read_late(self) -> None:
+        """Read no rows before they are looked up."""
+        self._reads_early = False
+        for batch in self.announced:
+            batch.writes = -1
+
     def read_files(self, weight: Tensor, rows: Tensor) -> None:
         """Have these rows and their state in memory, as far as they are in files."""
         for tensor in [weight] * self._is_in_file + [slot() for slot in self._state_in_files]:

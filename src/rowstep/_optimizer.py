@@ -260,6 +260,11 @@ class RowOptimizer(StatefulOptimizer):
             table.ahead, table.keeper = _ahead.of(param), self._self
             if table.ahead is not None:
                 table.ahead.keep_state(table.slots.values())
+            sharing = [other for other in self._tables.values() if other.memory == table.memory]
+            for other in sharing if len(sharing) > 1 else ():  # a step of one moves rows of the others
+                if other.ahead is not None:
+                    other.ahead.read_late()
+                    other.ahead = None
         return table
 
     def _prepare_waiting_rows(self, pending: Any, gradient: RowGradient) -> None:

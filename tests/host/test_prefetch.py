@@ -344,3 +344,18 @@ def test_rows_catch_up_for_a_call_as_they_would_have(monkeypatch: pytest.MonkeyP
     notes = [run.optimizer._tables[id(run.table.weight)].pending.notes for run in (held.plain, held.run)]
     assert torch.equal(*notes)
     assert_same(held.plain, held.run)
+
+
+def test_tables_over_the_same_memory_step_one_after_the_other() -> None:
+    runs = []
+    for ahead in (False, True):
+        rows = torch.ones(ROWS, DIM)
+        tables = [HostEmbedding.from_pretrained(rows, freeze=False, device="cpu") for _ in range(2)]
+        optimizer = SparseAdam([table.weight for table in tables], lr=0.1)
+        loader = batches(20, 0.5)
+        for ids in prefetched(loader, dict.fromkeys(tables, lambda ids: ids)) if ahead else loader:
+            optimizer.zero_grad()
+            sum(table(ids).square().sum() for table in tables).backward()  # type: ignore[union-attr]
+            optimizer.step()
+        runs.append(rows)
+    assert torch.equal(*runs)
