@@ -355,7 +355,7 @@ def test_tables_over_the_same_memory_step_one_after_the_other() -> None:
         loader = batches(20, 0.5)
         for ids in prefetched(loader, dict.fromkeys(tables, lambda ids: ids)) if ahead else loader:
             optimizer.zero_grad()
-            sum(table(ids).square().sum() for table in tables).backward()  # type: ignore[union-attr]
+            sum(table(ids).square().sum() for table in tables).backward()
             optimizer.step()
         runs.append(rows)
     assert torch.equal(*runs)
