@@ -64,3 +64,15 @@ def test_a_lookup_reads_rows_and_their_state(tmp_path: Path, ahead: bool, monkey
     assert ((50, 4), [9]) in read
     if not ahead:  # what is announced before the first step has no state yet
         assert ((50,), [9]) in read
+
+
+def test_rows_are_read_one_by_one_where_no_thread_can_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = on_disk(tmp_path / "a.safetensors", 4000, 700, torch.float32)
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(_mapping.ThreadPoolExecutor, "submit", refuse)
+    table = HostEmbedding.from_pretrained(weight, device="cpu")
+    rows = torch.arange(0, 4000, 9)
+    assert torch.equal(table(rows), weight[rows])

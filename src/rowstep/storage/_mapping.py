@@ -172,7 +172,8 @@ def read_rows(tensor: Tensor, rows: Tensor) -> None:
         return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt - before
 
     if touch(begins[::_SAMPLED]):
-        with ThreadPoolExecutor(_READERS) as readers:
+        # Threads cannot start while the interpreter exits, or at a system limit. The lookup then reads the rows itself.
+        with contextlib.suppress(RuntimeError), ThreadPoolExecutor(_READERS) as readers:
             list(readers.map(touch, np.array_split(begins, _READERS)))
 
 
