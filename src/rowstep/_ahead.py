@@ -88,8 +88,7 @@ class Ahead:
     """What the worker has to do for one table. Its methods are for the owner's thread, but for those with ``_do``."""
 
     def __init__(self, weight: Tensor) -> None:
-        self._is_in_file, self._state_in_files = is_in_file(weight), list[Any]()
-        """The second are weak references."""
+        self.keep([weight])
         self.announced: list[Announced] = []
         self._orders: collections.deque[_Order] = collections.deque()
         """In the order in which they are carried out. One that is not in it any more, has been."""
@@ -105,9 +104,9 @@ class Ahead:
         self._kernels: Any = None
         """Those of the last step."""
 
-    def keep_state(self, slots: Iterable[Tensor]) -> None:
-        """Know what an optimizer keeps for the rows."""
-        self._state_in_files = [weakref.ref(slot) for slot in slots if is_in_file(slot)]
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Know what has the rows and their state."""
+        self._in_files = [weakref.ref(tensor) for tensor in tensors if is_in_file(tensor)]
 
     def read_late(self) -> None:
         """Read no rows before they are looked up."""
@@ -115,10 +114,10 @@ class Ahead:
         for batch in self.announced:
             batch.writes = -1
 
-    def read_files(self, weight: Tensor, rows: Tensor) -> None:
+    def read_files(self, rows: Tensor) -> None:
         """Have these rows and their state in memory, as far as they are in files."""
-        for tensor in [weight] * self._is_in_file + [slot() for slot in self._state_in_files]:
-            if tensor is not None:
+        for reference in self._in_files:
+            if (tensor := reference()) is not None:
                 read_from_file(tensor, rows)
 
     # Announcing
@@ -171,7 +170,7 @@ class Ahead:
     def _do_announced(self, batch: Announced, weight: Tensor, pinned: bool) -> None:
         distinct, batch.places = torch.unique(batch.ids.long(), return_inverse=True)
         if len(distinct) and 0 <= int(distinct[0]) <= int(distinct[-1]) < len(weight):
-            self.read_files(weight, distinct)
+            self.read_files(distinct)
             if batch.writes >= 0:
                 rows = torch.empty(len(distinct), *weight.shape[1:], dtype=weight.dtype, pin_memory=pinned)
                 batch.rows = torch.index_select(weight, 0, distinct, out=rows)

@@ -129,7 +129,7 @@ class HostEmbedding(nn.Embedding):
         padding = self._padding_among(rows)
         with torch.no_grad():  # their gradient comes with _Arrived
             if batch is None:
-                plainly(ahead.read_files, self.weight, rows)
+                plainly(ahead.read_files, rows)
             if batch is None or self.max_norm is not None:
                 gathered = F.embedding(rows, self.weight, None, self.max_norm, self.norm_type)
             else:

@@ -259,7 +259,7 @@ class RowOptimizer(StatefulOptimizer):
         elif self._lock is not self._bare_lock and table.kernels is not None:
             table.ahead, table.keeper = _ahead.of(param), self._self
             if table.ahead is not None:
-                table.ahead.keep_state(table.slots.values())
+                table.ahead.keep([param, *table.slots.values()])
             sharing = [other for other in self._tables.values() if other.memory == table.memory]
             for other in sharing if len(sharing) > 1 else ():  # a step of one moves rows of the others
                 if other.ahead is not None:
