@@ -28,6 +28,7 @@ from benchmarks.peers.suite import PeersSuite
 from benchmarks.quality import QualitySuite
 from benchmarks.quality.interactions import DataError
 from benchmarks.quality.lazy import LazySuite
+from benchmarks.rows import RowsSuite
 from benchmarks.sparse import SparseSuite
 from benchmarks.suite import Suite, table_of_bars
 from rowstep.cli.extras import positive
@@ -36,6 +37,7 @@ from tests.helpers.ranks import RankError
 SUITES: dict[str, type[Suite]] = {
     "sparse": SparseSuite,
     "deferred": DeferredSuite,
+    "rows": RowsSuite,
     "distributed": DistributedSuite,
     "host": HostSuite,
     "memory": MemorySuite,
@@ -69,8 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     about = "Time a step against torch's optimizers and the machine's memory, or see what it learns."
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=about)
     suites = (
-        "SparseAdam (default), DeferredAdam, sharded tables, tables in files, kinds of state, a GPU, other packages, "
-        "what models learn with less state, or what they learn if only rows with a gradient move"
+        "SparseAdam (default), DeferredAdam, both by rows of the table, sharded tables, tables in files, kinds of "
+        "state, a GPU, other packages, what models learn with less state, or what they learn if only rows with a "
+        "gradient move"
     )
     parser.add_argument("suite", nargs="?", choices=SUITES, default="sparse", help=suites)
     parser.add_argument("--only", nargs="+", metavar="PART", help="parts of the suite, such as zipf-1m or flush")

@@ -23,7 +23,6 @@ PICTURES = (
     ("peers-step.png", (5.5, 10), partial(plot.draw_peers, kind="step")),
     ("peers-loop.png", (5.5, 7), partial(plot.draw_peers, kind="loop")),
     ("scaling.png", (13, 7.5), plot.draw_curves),
-    ("scaling-rows.png", (8, 4), plot.draw_rows),
 )
 
 

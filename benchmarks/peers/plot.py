@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.contenders import ROOFLINE, ROWSTEP, TORCH
-from benchmarks.peers.curves import LABELS, ROWS, THREADS
+from benchmarks.peers.curves import LABELS, THREADS
 from benchmarks.peers.report import PEERS, TITLES, Outcome, outcomes
 from benchmarks.report import multiple, threads
 from benchmarks.timing import Measurement
@@ -72,14 +72,6 @@ def draw_curves(figure: Figure, measurements: Sequence[Measurement]) -> None:
         axes.set_axis_off()
     panels[len(shown)].legend(*panels[0].get_legend_handles_labels(), loc="center", frameon=False)
     figure.suptitle("Time of one step (median)")
-
-
-def draw_rows(figure: Figure, measurements: Sequence[Measurement]) -> None:
-    """The one for the README."""
-    axes = figure.subplots()
-    _curve(axes, ROWS, [measured for measured in measurements if measured.kind == ROWS])
-    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    axes.set_title("Time of one step (median)", fontsize=10)
 
 
 def _curve(axes: Axes, axis: str, measurements: Sequence[Measurement]) -> None:

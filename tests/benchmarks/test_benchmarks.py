@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from benchmarks import contenders, deferred, gpu, host, memory, sparse
+from benchmarks import contenders, deferred, gpu, host, memory, rows, sparse
 from benchmarks.cases import ZIPF
 from benchmarks.command import main
 from benchmarks.distributed import training
@@ -186,3 +186,46 @@ def test_quick_host_bench_writes_all_measurements(tmp_path: Path, monkeypatch: p
     assert contenders_of(document) == {each: {host.RAM, host.FILE} for each in kinds}
     assert document["beyond_memory"][host.FILE].keys() == {"seconds", "faults", "read", "bytes"}
     assert document["sparse_file"].keys() == {"seconds", "resident"}
+
+
+def test_quick_rows_bench_compares_four_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROWSTEP_BACKEND", "reference")
+    document = run(tmp_path, "rows", "--quick", "--repeats", "1", "--threads", "1")
+    assert contenders_of(document) == {("rows", case.name): set(rows.NAMES) for case in rows.QUICK}
+    assert is_png(tmp_path / "rows.png")
+
+
+def rows_measured(count: int, dense: float, deferred_: float, sparse_: float) -> Measurement:
+    taken = zip(rows.NAMES, (dense, 0.03, deferred_, sparse_), strict=True)
+    about = f"{count:,} x 32, 16 uniform ids"
+    return Measurement("rows", str(count), about, 1, {name: Timing((seconds,)) for name, seconds in taken})
+
+
+def test_the_picture_of_the_readme_comes_with_its_paragraph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "docs").mkdir()
+    for page in rows.PAGES:
+        (tmp_path / page).write_text((rows.ROOT / page).read_text())
+    found = [rows_measured(1_000, 0.001, 0.004, 0.002), rows_measured(10_000, 0.2, 0.01, 0.004)]
+    measured = {"quick": False, "measurements": [each.as_json() for each in found]}
+    (tmp_path / "rows.json").write_text(given := json.dumps(measured))
+    assert rows.main([str(tmp_path / "rows.json"), "--root", str(tmp_path)]) == 0
+    for page in rows.PAGES:
+        text = " ".join((tmp_path / page).read_text().split())
+        assert "dense Adam's step takes 200 ms, `DeferredAdam`'s 10.0 (20.0x faster)" in text
+        assert "from 1k to 10k rows its time grows 200x. `SparseAdam`'s grows 2.0x" in text
+        assert "Up to 1k rows, dense Adam is faster than `DeferredAdam`." in text
+    assert all(is_png(tmp_path / "docs" / f"scaling-rows{which}.png") for which in ("", "-dark"))
+    assert json.loads((tmp_path / rows.DATA).read_text()) == json.loads(given)
+
+    (tmp_path / "rows.json").write_text(json.dumps(measured | {"quick": True}))
+    assert rows.main([str(tmp_path / "rows.json"), "--root", str(tmp_path)]) == 1
+    assert "measure again" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not (rows.ROOT / rows.DATA).exists(), reason="not measured yet")
+def test_the_picture_of_the_readme_has_the_figures_of_its_data() -> None:
+    """After a change of the sentences: `python -m benchmarks.rows docs/scaling-rows.json`."""
+    document = json.loads((rows.ROOT / rows.DATA).read_text())
+    found = rows.blocks([Measurement.from_json(measured) for measured in document["measurements"]])
+    for page, block in found.items():
+        assert block in (rows.ROOT / page).read_text()
