@@ -149,3 +149,10 @@ def test_characters_that_the_output_does_not_have(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rowstep", "inspect", str(tmp_path / "file.pt")]
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     assert "  ??: 2 x 2" in subprocess.check_output(command, text=True, env=environment)
+
+
+@pytest.mark.parametrize(("option", "expected"), [("--steps", "a whole number"), ("--seconds", "a number")])
+def test_an_argument_that_is_no_number_is_named(option: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["demo", option, "many"])
+    assert f"argument {option}: must be {expected}, not 'many'" in capsys.readouterr().err

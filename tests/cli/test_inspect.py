@@ -235,7 +235,7 @@ NO_CHECKPOINTS: dict[str, Callable[[Path], Any]] = {
     "No such file or directory": lambda path: None,
     "a directory; expected a file": Path.mkdir,
     "expected a regular file": os.mkfifo,
-    "begins with b''; expected a whole torch.save, .npz or .safetensors file": Path.touch,
+    "is empty; expected a whole torch.save, .npz or .safetensors file": Path.touch,
     "begins with b'hello, ch'; expected a": lambda path: path.write_bytes(b"hello, checkpoint"),
     "its end is missing; expected a whole torch.save": lambda path: path.write_bytes(
         saved(torch.ones(9), path.parent).read_bytes()[:-99]

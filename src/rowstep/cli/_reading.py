@@ -36,7 +36,8 @@ def read(path: Path) -> Any:
             loaded = {key: tensors.get_tensor(key) for key in tensors.keys()}  # noqa: SIM118, it has no iterator
             return _as_state_dict(loaded, (tensors.metadata() or {}).get(HEADER))
     if not zipfile.is_zipfile(path):
-        found = "its end is missing" if start[:2] == b"PK" else f"begins with {start!r}"
+        begins = f"begins with {start!r}" if start else "is empty"
+        found = "its end is missing" if start[:2] == b"PK" else begins
         raise CommandError(f"{path}: {found}; expected a whole torch.save, .npz or .safetensors file")
     with zipfile.ZipFile(path) as archive:
         is_of_torch = any(name.endswith("/data.pkl") for name in archive.namelist())

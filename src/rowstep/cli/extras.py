@@ -12,13 +12,21 @@ class CommandError(Exception):
 
 
 def positive(text: str) -> int:
-    if (number := int(text)) < 1:
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}") from None
+    if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
     return number
 
 
 def seconds(text: str) -> float:
-    if not 0 < (number := float(text)) < math.inf:
+    try:
+        number = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, not {text!r}") from None
+    if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"must be finite and above 0, not {text}")
     return number
 
