@@ -52,7 +52,7 @@ def update_all(items: Iterable[_Operands], group: Mapping[str, Any]) -> None:
     may_fuse = group.get("fused") or (group.get("fused") is None and group.get("foreach") is None)  # as torch has it
     for param, grad, state in items:
         _ensure_countable(state, param.device)
-        is_fused = may_fuse and _can_fuse(param, grad, state)
+        is_fused = may_fuse and _can_fuse(param, grad, state, amsgrad=group["amsgrad"])
         alike.setdefault((param.device, param.dtype) if is_fused else None, []).append((param, grad, state))
     for key, some in alike.items():
         _call_torch(some, group, fused=key is not None)
@@ -67,11 +67,11 @@ def _ensure_countable(state: State, device: torch.device) -> None:
         state["step"] = count_tensor(step.item())
 
 
-def _can_fuse(param: Tensor, grad: Tensor, state: State) -> bool:
+def _can_fuse(param: Tensor, grad: Tensor, state: State, *, amsgrad: bool) -> bool:
     step, m, v, dtype = state["step"], state["exp_avg"], state["exp_avg_sq"], param.dtype
     if not (param.is_cpu and step.is_cpu) and (param.device.type not in _FUSED or step.device != param.device):
         return False
-    u = state["max_exp_avg_sq"] if "max_exp_avg_sq" in state else m  # noqa: SIM401  mypy: get may give None
+    u = state["max_exp_avg_sq"] if amsgrad else m  # one that a state has without amsgrad is not read
     # torch's fused kernel walks the memory of all operands in step without looking at their strides: with a
     # gradient of another layout than the parameter's it silently computes nonsense (torch 2.13, CPU).
     return bool(

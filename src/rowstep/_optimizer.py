@@ -254,7 +254,7 @@ class RowOptimizer(StatefulOptimizer):
         """The table of this parameter, made anew. What kernels have found in the one before is not lost."""
         kernels = _backends.kernels_for(param)
         self._tables[id(param)] = table = Table(param, state, spec, kernels)
-        if table.kernels is not None and table.kernels.reports_late:
+        if kernels is not None and kernels.reports_late:  # even if they cannot take it as it lies now
             table.report = self._reports.setdefault(id(param), kernels.Report(param.device))
         elif self._lock is not self._bare_lock and table.kernels is not None:
             table.ahead, table.keeper = _ahead.of(param), self._self

@@ -215,14 +215,15 @@ def test_tables_that_are_cut_from_one_buffer() -> None:
 def test_tables_that_were_cut_from_one_buffer_and_converted() -> None:
     """Each has memory of its own then, but torch counts the writes to both together still."""
     buffer = torch.randn(2 * ROWS, WIDTH)
-    model = nn.ModuleList([nn.Embedding(ROWS, WIDTH, sparse=True, _weight=part) for part in buffer.chunk(2)])
+    parts = buffer.chunk(2)
+    model: Any = nn.ModuleList(nn.Embedding(ROWS, WIDTH, sparse=True, _weight=part) for part in parts)
     optimizer = DeferredAdam(model.double().parameters())
-    twin = nn.ModuleList([nn.Embedding(ROWS, WIDTH, _weight=part.clone()) for part in buffer.chunk(2)])
+    twin: Any = nn.ModuleList(nn.Embedding(ROWS, WIDTH, _weight=part.clone()) for part in parts)
     dense = torch.optim.Adam(twin.double().parameters())
     for step in range(6):
         for tables, each in ((model, optimizer), (twin, dense)):
             each.zero_grad()
-            for table in tables if step % 2 else tables[:1]:
+            for table in tables[: 1 + step % 2]:
                 table(torch.tensor([step, step + 1])).square().sum().backward()
             each.step()
     optimizer.flush()

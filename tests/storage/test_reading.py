@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def test_rows_are_read_one_by_one_where_no_thread_can_start(tmp_path: Path, monk
     def refuse(*_: object) -> None:
         raise RuntimeError("cannot schedule new futures after interpreter shutdown")
 
-    monkeypatch.setattr(_mapping.ThreadPoolExecutor, "submit", refuse)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refuse)
     table = HostEmbedding.from_pretrained(weight, device="cpu")
     rows = torch.arange(0, 4000, 9)
     assert torch.equal(table(rows), weight[rows])
