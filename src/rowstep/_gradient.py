@@ -29,11 +29,13 @@ class RowGradient:
 
     __slots__ = ("columns", "count", "indices", "lead", "values")
 
-    def __init__(self, indices: Tensor, values: Tensor, lead: Sequence[int]) -> None:
+    def __init__(
+        self, indices: Tensor, values: Tensor, lead: Sequence[int], shape: tuple[int, int] | None = None
+    ) -> None:
         self.indices, self.values = indices, values
         """int64, contiguous; numbers of rows flattened over ``lead``, not yet checked against ``row_count``. And
         floating, (count, columns)."""
-        self.count, self.columns = values.shape
+        self.count, self.columns = shape or values.shape
         self.lead = lead
         """The leading dimensions of the parameter that a row number runs over; empty where one row is the whole."""
 
@@ -65,9 +67,6 @@ def row_gradient(grad: Tensor, shape: torch.Size) -> RowGradient:
     """The rows of a sparse COO gradient for a parameter of this shape."""
     indices, values = indices_of(grad), values_of(grad)
     sparse_dim = indices.shape[0]
-    # An embedding's is by far the most frequent: this way takes a few microseconds less.
-    if sparse_dim == 1 and len(shape) == 2 and indices.is_contiguous():
-        return RowGradient(indices, values, (shape[0],))
     if sparse_dim == 1:
         rows = indices[0]
     elif sparse_dim == 0:

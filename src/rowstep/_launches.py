@@ -19,25 +19,23 @@ def add(job: Job, launches: Launches) -> None:
         return
     if table.pending is not None:
         job.note = table.pending.schedule.step + 1
-    kernels, values = table.kernels, gradient.values
+    kernels, dtype = table.kernels, gradient.values.dtype
     words = None if kernels is None else kernels.words_of(gradient, job.note)
     if words is None:
         gradient.check_memory()
         launches[job] = reference.Launch(job)
         return
-    key = kernels, table.dtypes, table.spec, values.dtype, step.as_dense
-    kernel = step.rule.kernels.get(key)
-    if kernel is None:
-        kernel = step.rule.kernels[key] = kernels.kernel_for(job)
-    place: Any = kernel
+    if table.kernel_for != (step.rule, dtype, step.as_dense):
+        table.kernel_for, table.kernel = (step.rule, dtype, step.as_dense), kernels.kernel_for(job)
+    place = kernel = table.kernel
     launch = launches.get(kernel)
     if launch is not None and table.memory in launch.memory:  # two threads may not step them at the same time
         place, launch = job, None
     if table.ahead is not None and table.ahead.announced:
-        launch = launches[job] = kernels.launch_of(kernel, kernels.LaunchAhead)
+        launch = launches[job] = kernels.borrow(kernels.LaunchAhead, kernel)
     elif launch is None:
-        launch = launches[place] = kernels.launch_of(kernel)
+        launch = launches[place] = kernels.borrow(kernels.Launch, kernel)
     launch.memory.add(table.memory)
     launch.jobs.append(job)
     launch.params.append(table.param)
-    launch.add(count, columns, count * columns * values.itemsize, words, table.words, step.words)
+    launch.add(count, columns, count * columns * dtype.itemsize, words, table.words, step.words)

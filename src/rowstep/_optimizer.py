@@ -13,11 +13,12 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
+import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from . import _ahead, _backends, _dense
-from ._gradient import RowGradient, check_gradient, outside_message, row_gradient
+from ._gradient import RowGradient, check_gradient, outside_message
 from ._launches import Launches, add
 from ._options import (
     check_is_number,
@@ -118,7 +119,9 @@ class RowOptimizer(StatefulOptimizer):
         with self._lock:
             work: list[_Work] = []
             for at, group in enumerate(self.param_groups):
-                rule = self._rule_of(group, at)
+                known, rule, _ = self._rules.get(id(group), _NO_RULE)
+                if len(known) != len(group) or not all(map(operator.is_, known, group.values())):
+                    rule = self._rule_anew(group, rule, f" in group {at}")
                 for param in group["params"]:
                     if param.grad is not None:
                         work.append((param, rule, at))
@@ -167,13 +170,15 @@ class RowOptimizer(StatefulOptimizer):
                     add(job, launches)
             for launch in launches.values():
                 launch.first_flawed()  # tells the kernels of all jobs; each was checked by itself
+        threads = torch.get_num_threads()
         for launch in launches.values():
-            launch.get_ready()
+            launch.reserve(threads)
         self._count(jobs)
         skipped = 0
         for launch in launches.values():
             skipped += launch.step()
-        self._after_launches(jobs, skipped)
+        if skipped or self._defers:
+            self._after_launches(jobs, skipped)
         if dense:
             self._step_dense(dense)
         return again
@@ -184,10 +189,8 @@ class RowOptimizer(StatefulOptimizer):
         state, spec = self.state.get(param, _NO_STATE), rule.spec
         table: Any = self._tables.get(id(param))
         is_ready = table is not None and table.spec is spec and table.fits(state, rule)
-        gradient: RowGradient | None
-        if is_ready and table.takes(grad):
-            gradient, as_dense = row_gradient(grad, table.shape), self._defers
-        else:
+        gradient, as_dense = table.rows_of(grad) if is_ready else None, self._defers
+        if gradient is None:
             gradient, as_dense, in_a_table = self._as_rows(param, check_gradient(param), state, rule)
             if not in_a_table:
                 spec = rule.dense_spec
@@ -208,15 +211,11 @@ class RowOptimizer(StatefulOptimizer):
                 self._prepare_waiting_rows(table.pending, gradient)
         return Job(param, table, spec, gradient, rule.step(count, as_dense))
 
-    def _rule_of(self, group: Group, at: int) -> Rule:
-        """The rule of a group; raise if somebody has edited its options so that they cannot be honoured any more."""
-        known, rule, _ = self._rules.get(id(group), ((), None, None))
-        if rule is None or len(known) != len(group) or not all(map(operator.is_, known, group.values())):
-            rule = self._rule_anew(group, rule, f" in group {at}")
-        return rule
-
     def _rule_anew(self, group: Group, rule: Rule | None, where: str) -> Rule:
-        """The rule of a group of which something is another object: the same rule, if that is only its lr."""
+        """The rule of a group of which something is another object: the same rule, if that is only its lr.
+
+        Raise if somebody has edited its options so that they cannot be honoured any more.
+        """
         try:
             lr, options = group["lr"], self._options(group)
         except KeyError as missing:
@@ -328,7 +327,7 @@ class RowOptimizer(StatefulOptimizer):
         raise NotImplementedError
 
     def _after_launches(self, jobs: Sequence[Job], skipped: int) -> None:
-        """Called when the rows of these jobs have been stepped, but for those skipped as non-finite."""
+        """Called when the rows of these jobs have been stepped, if some were skipped as non-finite or if rows wait."""
 
     # A table that is at work, of a HostEmbedding; the deferred optimizers have more to do for it
 
@@ -377,6 +376,7 @@ class RowOptimizer(StatefulOptimizer):
 
 
 _NO_STATE: State = {}
+_NO_RULE: Any = (), None, None
 
 _LEFT_OUT = (
     "The table did not move in that step, which was counted. On a GPU a step does not wait to look at its ids: this is "

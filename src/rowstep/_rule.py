@@ -69,7 +69,6 @@ class Rule:
         self.rounds = self.spec.is_rounded or self.rounds_weights
         self.waiting_options = (self.betas, self.eps, self.amsgrad, self.spec, self.rounds_weights, self.seed)
         """What the path of a row that waits depends on, besides lr and weight decay."""
-        self.kernels: dict[Any, Any] = {}
         self.lr: Any = None
         self._last: Step | None = None
 

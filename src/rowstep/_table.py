@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from ._gradient import RowGradient
 from ._rule import Rule, Step
 from ._state import FLOATS, State, StateSpec
+from ._torch_internals import indices_of, values_of
 
 # As ``_kernels/job`` has them in the middle of a job.
 _WORDS = struct.Struct("=9q")
@@ -34,21 +36,23 @@ class Table:
     """A parameter, its state, and what kernels are told of both."""
 
     __slots__ = (
-        "_pieces", "_strides", "ahead", "dtypes", "keeper", "kernels", "lead", "memory", "param", "pending", "report",
-        "shape", "slots", "spec", "state", "words",
+        "_pieces", "_place", "_strides", "ahead", "columns", "dtypes", "keeper", "kernel", "kernel_for", "kernels", "lead",
+        "memory", "param", "pending", "report", "shape", "slots", "spec", "state", "words",
     )  # fmt: skip
 
     def __init__(self, param: Tensor, state: State, spec: StateSpec, kernels: Any) -> None:
         """Take what ``misfit`` has found nothing wrong with, and a state that has every slot of ``spec``."""
         self.param, self.state, self.spec = param, state, spec
         self.slots: dict[str, Tensor] = {name: state[name] for name in spec.names}
-        self.shape, self.lead = param.shape, tuple(param.shape[:1])
+        self.shape, self.lead, self.columns = param.shape, tuple(param.shape[:1]), math.prod(param.shape[1:])
         self._strides = param.stride()
         m, v = self.slots.get("exp_avg"), self.slots["exp_avg_sq_row" if spec.is_by_row else "exp_avg_sq"]
         self.dtypes = (param.dtype, v.dtype if m is None else m.dtype, v.dtype)
         tensors = (param, *self.slots.values())
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        self._pieces = [(t, t.data_ptr(), s, s.nbytes()) for t, s in zip(tensors, storages, strict=True)]
+        (_, *self._place), *self._pieces = [
+            (name, tensor, tensor.data_ptr(), (storage := tensor.untyped_storage()), storage.nbytes())
+            for name, tensor in zip(("", *self.slots), tensors, strict=True)
+        ]
         u = self.slots.get("max_exp_avg_sq", v)
         # Kernels take amsgrad's maximum to be of the dtype of v. A loaded one may be of another.
         is_for_kernels = param.dim() > 0 and u.dtype is v.dtype and all(map(_is_for_kernels, tensors))
@@ -62,45 +66,54 @@ class Table:
         self.ahead: Any = None
         self.keeper: Any = None
         """For the table of a ``HostEmbedding``: what is done for it while the model computes, and for whom."""
+        self.kernel: Any = None
+        self.kernel_for: Any = None
+        """The kernel of the last step, and what it was chosen by."""
         self.words = b""
         self.tell_kernels()
 
     def tell_kernels(self, notes: Tensor | None = None) -> None:
         """Write what kernels are told: the shape, and where everything begins, 0 if there is none."""
-        rows, columns = math.prod(self.lead), math.prod(self.shape[1:])
+        rows = math.prod(self.lead)
         second = "exp_avg_sq_row" if self.spec.is_by_row else "exp_avg_sq"
         there = [self.param, *map(self.slots.get, ("exp_avg", second, "max_exp_avg_sq", "row_step")), notes]
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in there]
-        self.words = _WORDS.pack(rows, columns, (rows - 1).bit_length(), *addresses)
+        self.words = _WORDS.pack(rows, self.columns, (rows - 1).bit_length(), *addresses)
 
     def fits(self, state: State, rule: Rule) -> bool:
         """Whether this is still the table with that state, and what waits in it may go on waiting under this rule."""
-        if state is not self.state or "step" not in state:
-            return False
-        for name, slot in self.slots.items():
-            if state.get(name) is not slot:
-                return False
-        return self.is_in_place() and (self.pending is None or self.pending.goes_on(rule))
-
-    def takes(self, grad: Tensor) -> bool:
-        """Whether a gradient is of the kind that most tables get: there is nothing that kernels do not check."""
         return (
-            self.kernels is not None
-            and grad.is_sparse
-            and grad.is_cpu
-            and grad.shape == self.shape
-            and grad.dtype in OF_KERNELS
-            and grad.sparse_dim() == 1
+            state is self.state
+            and "step" in state
+            and self.is_in_place(state)
+            and (self.pending is None or self.pending.goes_on(rule))
         )
 
-    def is_in_place(self) -> bool:
-        """Whether everything lies where it was found, in as much memory."""
-        param = self.param
-        # Strides: a square table that is transposed in place keeps its address and shape.
-        if param.dtype is not self.dtypes[0] or param.shape != self.shape or param.stride() != self._strides:
+    def rows_of(self, grad: Tensor) -> RowGradient | None:
+        """The rows of a gradient of the kind that most tables get, so that there is nothing left for us to check; None
+        for any other.
+        """
+        if self.kernels is None or not grad.is_sparse or grad.shape != self.shape or not grad.is_cpu:
+            return None
+        indices, values = indices_of(grad), values_of(grad)
+        sparse_dim, count = indices.shape
+        if sparse_dim != 1 or len(self.shape) != 2 or values.dtype not in OF_KERNELS or not indices.is_contiguous():
+            return None
+        return RowGradient(indices, values, self.lead, (count, self.columns))
+
+    def is_in_place(self, slots: Mapping[str, Any]) -> bool:
+        """Whether these are its slots, and everything lies where it was found, in as much memory."""
+        param, address, storage, size = self._place
+        if (
+            param.data_ptr() != address
+            or storage.nbytes() != size
+            or param.shape != self.shape
+            or param.stride() != self._strides  # a square table that is transposed in place keeps its shape
+            or param.dtype is not self.dtypes[0]
+        ):
             return False
-        for tensor, address, storage, size in self._pieces:
-            if tensor.data_ptr() != address or storage.nbytes() != size:
+        for name, slot, address, storage, size in self._pieces:
+            if slots.get(name) is not slot or slot.data_ptr() != address or storage.nbytes() != size:
                 return False
         return True
 

@@ -72,7 +72,7 @@ except ImportError:
 
 without_modes: Any = _disable_current_modes
 
-_call_plainly: Any = torch._C._disabled_torch_function_impl
+call_plainly: Any = torch._C._disabled_torch_function_impl
 
 # What torch.compile neither traces nor changes. ``torch.compiler.disable`` does the same, but imports the compiler at
 # once, 0.9 s of work that torch leaves to the first optimizer that is made.
@@ -122,7 +122,7 @@ def optimizer_step(step: Callable[..., Any]) -> Any:
         was_enabled = is_grad_enabled()
         set_grad_enabled(False)  # bare: as a context manager it takes 3 µs
         try:
-            _call_plainly(step, (), (self,), {})
+            call_plainly(step, (), (self,), {})
         finally:
             set_grad_enabled(was_enabled)
         return loss
@@ -209,13 +209,13 @@ def plainly(function: Callable[..., _R], *args: Any, **options: Any) -> _R:
 
     Not a ``with`` statement: an interrupt that strikes where that ends would leave it in force.
     """
-    result: _R = _call_plainly(function, (), args, options)
+    result: _R = call_plainly(function, (), args, options)
     return result
 
 
 def dispatches_itself(cls: type[Tensor]) -> bool:
     """Whether a class of tensors has its own idea of what functions do with them."""
-    return cls not in (Tensor, nn.Parameter) and getattr(cls, "__torch_function__", None) != _call_plainly
+    return cls not in (Tensor, nn.Parameter) and getattr(cls, "__torch_function__", None) != call_plainly
 
 
 def as_its_class(tensor: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from torch.nn import functional as F  # noqa: N812  # as torch's own documents h
 from ._torch_internals import (
     as_its_class,
     break_graph,
+    call_plainly,
     dispatches_itself,
     is_making_a_parameter,
     is_traced,
@@ -93,6 +94,10 @@ class Waiting:
                 "rows of this table wait for steps of a rowstep optimizer, and which of them have to catch up before "
                 "this read depends on the ids, so it cannot be part of a graph. Use fullgraph=False"
             )
+        if func in _LOOKUPS:
+            found = call_plainly(_look_up, (), (func, types, args, kwargs or {}), {})
+            if found is not None:
+                return found
         return _see(func, types, args, kwargs or {})
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
@@ -118,8 +123,6 @@ leave_uncompiled(Waiting.__torch_function__)
 
 def _see(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Call a function that is handed something that waits, once that is up to date."""
-    if func in _LOOKUPS and (lookup := _lookup(func, types, args, kwargs)) is not None:
-        return plainly(_look_up, *lookup, func, args, kwargs)
     if func in _WITHOUT_NUMBERS or (func in _LIKE_ANOTHER and not isinstance(args[0], Waiting)):
         return plainly(func, *args, **kwargs)
     if bring_all_up_to_date((args, kwargs)):
@@ -187,11 +190,11 @@ def _waiting_in(things: Any) -> Iterator[Tensor]:
         yield from _waiting_in(list(things.values()))
 
 
-def _lookup(func: Any, types: Any, args: Any, kwargs: Any) -> tuple[Any, Tensor] | None:
-    """The table of a lookup and the ids that it reads; None if they cannot be seen."""
+def _look_up(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """What a lookup finds, once the rows that it reads are up to date; None if it cannot be seen which those are."""
     first, second = _LOOKUPS[func]
-    weight = args[1] if len(args) > 1 else kwargs.get(second)
-    ids = args[0] if args else kwargs.get(first)
+    weight: Any = args[1] if len(args) > 1 else kwargs.get(second)
+    ids: Any = args[0] if args else kwargs.get(first)
     if first == "weight":
         weight, ids = ids, weight
     if (
@@ -203,11 +206,6 @@ def _lookup(func: Any, types: Any, args: Any, kwargs: Any) -> tuple[Any, Tensor]
         or is_traced()  # what is traced reads other rows later
     ):
         return None
-    return weight, ids
-
-
-def _look_up(weight: Tensor, ids: Tensor, func: Any, args: Any, kwargs: Any) -> Any:
-    """What a lookup finds, once the rows are up to date that it reads."""
     param, keeper = _table_and_keeper(weight)
     if keeper is None:
         return func(*args, **kwargs)

@@ -51,7 +51,7 @@ def runs_on(device: torch.device) -> bool:
 def words_of(gradient: RowGradient, note: int = 0) -> bytes | None:
     """What kernels are told of a gradient; None if they cannot take it. Raise if its memory was freed."""
     values, count = gradient.values, gradient.count
-    if values.dtype not in _TYPES or not values.is_cpu or len(gradient.lead) != 1 or values.is_neg():
+    if values.dtype not in _TYPES or len(gradient.lead) != 1 or values.is_neg():
         return None
     stride, width = values.stride()
     if width != 1:  # kernels read whole rows
@@ -95,11 +95,10 @@ def _none_if_off(options: dict[str, bool]) -> dict[str, Any]:
 class Launch(Workspace):
     """The jobs of a step that one kernel makes in one call."""
 
-    __slots__ = ("_kernel", "jobs", "memory", "params")
+    __slots__ = ("jobs", "memory", "params")
 
     def __init__(self) -> None:
         super().__init__()
-        self._kernel: Any = None
         self.jobs: list[Job] = []
         self.params: list[Tensor] = []
         self.memory: set[int] = set()
@@ -110,15 +109,11 @@ class Launch(Workspace):
         number = self.check()
         return None if number < 0 else self.jobs[number]
 
-    def get_ready(self) -> None:
-        """Have all the memory that it takes to run."""
-        self.reserve(self._kernel, torch.get_num_threads())
-
     def step(self) -> int:
         """Step the rows; return how many were skipped."""
         # Autograd does not see the writes, and must know that what it saved for a backward pass is out of date.
         note_writes(self.params)
-        skipped = self.run(self._kernel)
+        skipped = self.run()
         for each in (self.jobs, self.params, self.memory):
             each.clear()
         self.give_back()
@@ -130,13 +125,13 @@ class LaunchAhead(Launch):
 
     __slots__ = ()
 
-    def get_ready(self) -> None:
+    def reserve(self, most_threads: int, power: float = 0.0) -> None:
         """Each part will have memory of its own."""
 
     def step(self) -> int:
         """Let the rows be stepped. How many were skipped, is told when they have been."""
         (job,) = self.jobs
-        job.table.ahead.step(job, functools.partial(_step_part, self._kernel, job.table.words))
+        job.table.ahead.step(job, functools.partial(_step_part, self.kernel, job.table.words))
         for each in (self.jobs, self.params, self.memory):
             each.clear()
         self.give_back()
@@ -149,12 +144,12 @@ def _step_part(kernel: OverThreads, words_of_table: bytes, job: Job, gradient: R
     words: Any = words_of(gradient, job.note)
     if not count:
         return 0
-    workspace = borrow(Workspace)
+    workspace = borrow(Workspace, kernel)
     workspace.add(count, columns, count * columns * gradient.values.itemsize, words, words_of_table, job.step.words)
     if workspace.check() >= 0:
         raise RuntimeError("the row numbers of the gradient have changed since the step")
-    workspace.reserve(kernel, torch.get_num_threads())
-    skipped = workspace.run(kernel)
+    workspace.reserve(torch.get_num_threads())
+    skipped = workspace.run()
     workspace.give_back()
     return skipped
 
@@ -164,13 +159,6 @@ def places_among(rows: Tensor, distinct: Tensor) -> Tensor:
     places = torch.empty_like(rows)
     finding_places.call(rows.data_ptr(), len(rows), distinct.data_ptr(), len(distinct), places.data_ptr())
     return places
-
-
-def launch_of(kernel: OverThreads, kind: type[Launch] = Launch) -> Launch:
-    """A launch without jobs, which nobody else has."""
-    launch = borrow(kind)
-    launch._kernel = kernel
-    return launch
 
 
 def first_outside(gradient: RowGradient) -> int | None:
@@ -184,9 +172,9 @@ def first_outside(gradient: RowGradient) -> int | None:
     return int(rows[(rows < 0) | (rows >= gradient.row_count)][0])
 
 
-def _alone(gradient: RowGradient) -> Workspace:
+def _alone(gradient: RowGradient, kernel: OverThreads | None = None) -> Workspace:
     """A workspace for a gradient without a table."""
-    workspace, rows, count, columns = borrow(Workspace), gradient.row_count, gradient.count, gradient.columns
+    workspace, rows, count, columns = borrow(Workspace, kernel), gradient.row_count, gradient.count, gradient.columns
     table = _TABLE.pack(rows, columns, (rows - 1).bit_length())
     workspace.add(count, columns, count * columns * gradient.values.itemsize, words_of(gradient) or b"", table)
     return workspace
@@ -208,10 +196,10 @@ def _over_gradient(gradient: RowGradient, work: str, most_threads: int, power: f
     """What each part of a gradient comes to."""
     dtype = gradient.values.dtype
     kind = Kind(_NO_TYPE, _NO_TYPE, _NO_TYPE, _TYPES[dtype], _TYPES[compute_dtype(dtype)], work, momentum=None)
-    kernel, workspace = over_rows(kind), _alone(gradient)
+    workspace = _alone(gradient, over_rows(kind))
     workspace.check()
-    workspace.reserve(kernel, most_threads, power)
-    workspace.run(kernel)
+    workspace.reserve(most_threads, power)
+    workspace.run()
     results = workspace.results.copy()
     workspace.give_back()
     return results

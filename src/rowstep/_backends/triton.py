@@ -118,9 +118,9 @@ def kernel_for(job: Job) -> type[Launch]:
     return Launch
 
 
-def launch_of(kernel: type[Launch]) -> Launch:
+def borrow(kind: type[Launch], kernel: Any) -> Launch:
     """A launch without jobs."""
-    return kernel()
+    return kind()
 
 
 class Launch:
@@ -139,7 +139,7 @@ class Launch:
         """The first job whose table had something wrong in an earlier step."""
         return next((job for job in self.jobs if not job.table.report.is_empty), None)
 
-    def get_ready(self) -> None:
+    def reserve(self, most_threads: int) -> None:
         """Sort the row numbers, and have all the memory that it takes to run."""
         self._sorted = [_Sorted(job.gradient, *job.table.dtypes) for job in self.jobs]
 

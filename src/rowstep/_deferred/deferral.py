@@ -80,7 +80,7 @@ class Deferral:
         self._attach_to(table)
 
     def _attach_to(self, table: Table) -> None:
-        self.table, self.columns = table, table.shape[1:].numel()
+        self.table, self.columns = table, table.columns
         self._waiting = [table.param, *(table.slots[name] for name in MOMENTS if name in table.slots)]
         self.kernel: Any = None
         """The kernel that brings rows up to date, once one has been needed."""
@@ -142,7 +142,7 @@ class Deferral:
 
     def catch_up(self, rows: Tensor | range, implementation: Any = None) -> bool:
         """Bring these rows up to date; False if one of them is not in the table."""
-        if not self.table.is_in_place():
+        if not self.table.is_in_place(self.table.slots):
             self._look_again()
         chosen = implementation or self.table.kernels or reference
         return bool(chosen.catch_up(self, rows))

@@ -40,19 +40,21 @@ class Block:
 class Workspace:
     """Memory for one launch at a time: what its kernel is told, keys to sort, rows to sum in, results and pieces.
 
-    In this order: ``add`` jobs, ``check`` them, ``reserve`` the memory that a kernel needs for them, ``run`` it,
+    In this order: ``add`` jobs, ``check`` them, ``reserve`` the memory that the kernel needs for them, ``run`` it,
     ``give_back``.
     """
 
     __slots__ = (
         "_byte_count", "_columns", "_group_at", "_ids", "_job_count", "_keys", "_pace", "_pieces", "_results", "_rows",
-        "_threads", "_told", "_words",
+        "_threads", "_told", "_words", "kernel",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self._told, self._keys, self._rows = Block(_LAUNCH_BYTES), Block(0), Block(0)
         self._results, self._pieces = Block(1), Block(0)
         self._group_at = group.address
+        self.kernel: Any = None
+        """An ``OverThreads``; None where jobs are only checked."""
         self._threads, self._pace = 1, _NO_PACE
         self._words: list[bytes] = []
         self._job_count = self._byte_count = self._ids = self._columns = 0
@@ -78,8 +80,9 @@ class Workspace:
         flawed: int = first_flawed.call(self._told.at + _LAUNCH_BYTES, self._job_count)
         return flawed
 
-    def reserve(self, kernel: OverThreads, most_threads: int, power: float = 0.0) -> None:
-        """Have all the memory that it takes to run this kernel over the jobs."""
+    def reserve(self, most_threads: int, power: float = 0.0) -> None:
+        """Have all the memory that it takes to run the kernel over the jobs."""
+        kernel: OverThreads = self.kernel
         jobs_at, pieces_at, key_count, threads = self._told.at + _LAUNCH_BYTES, 0, self._ids + 1, 1
         self._pace = _NO_PACE
         if most_threads > 1:
@@ -102,12 +105,12 @@ class Workspace:
             self._rows.at, stride, self._results.at, self._group_at, power,
         )  # fmt: skip
 
-    def run(self, kernel: OverThreads) -> int:
-        """Run a kernel over the jobs; return how many rows it has skipped."""
+    def run(self) -> int:
+        """Run the kernel over the jobs; return how many rows it has skipped."""
         if self._pace is None:
-            skipped: int = kernel.kernel.call(0, self._told.at)
+            skipped: int = self.kernel.kernel.call(0, self._told.at)
             return skipped
-        kernel.run(self._threads, self._told.at, self._pace)
+        self.kernel.run(self._threads, self._told.at, self._pace)
         return int(self.results.sum())
 
     @property
@@ -139,10 +142,11 @@ _W = TypeVar("_W", bound=Workspace)
 _free: dict[type, list[Any]] = {}
 
 
-def borrow(kind: type[_W]) -> _W:
-    """A workspace of this kind that nobody else has."""
+def borrow(kind: type[_W], kernel: OverThreads | None = None) -> _W:
+    """A workspace of this kind that nobody else has, for this kernel."""
     try:
         workspace: _W = _free[kind].pop()
-        return workspace
     except (IndexError, KeyError):
-        return kind()
+        workspace = kind()
+    workspace.kernel = kernel
+    return workspace

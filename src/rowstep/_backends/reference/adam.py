@@ -56,7 +56,7 @@ class Launch:
         is_flawed = first_outside(gradient) is not None or (pending is not None and pending.stale(gradient.rows) > 0)
         return job if is_flawed else None
 
-    def get_ready(self) -> None:
+    def reserve(self, most_threads: int) -> None:
         """Nothing is reserved here: what a step takes of memory is written at its end, or not at all."""
 
     def step(self) -> int:
