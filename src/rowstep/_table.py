@@ -36,8 +36,8 @@ class Table:
     """A parameter, its state, and what kernels are told of both."""
 
     __slots__ = (
-        "_pieces", "_place", "_strides", "ahead", "columns", "dtypes", "keeper", "kernel", "kernel_for", "kernels", "lead",
-        "memory", "param", "pending", "report", "shape", "slots", "spec", "state", "words",
+        "_pieces", "_place", "_strides", "ahead", "columns", "dtypes", "keeper", "kernel", "kernel_for", "kernels",
+        "lead", "memory", "param", "pending", "report", "shape", "slots", "spec", "state", "words",
     )  # fmt: skip
 
     def __init__(self, param: Tensor, state: State, spec: StateSpec, kernels: Any) -> None:

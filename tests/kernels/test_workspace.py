@@ -28,9 +28,9 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def reserved(ids: int, columns: int) -> Workspace:
     """A workspace for a launch over so many ids, which then has been given back."""
-    workspace = borrow(Workspace)
+    workspace = borrow(Workspace, KERNEL)
     workspace.add(ids, columns, 0)
-    workspace.reserve(KERNEL, 1)
+    workspace.reserve(1)
     workspace.give_back()
     return workspace
 

@@ -68,11 +68,11 @@ def step_rows(
     stored = _TYPES[p.dtype.char]
     given, decay = _TYPES[g.dtype.char], _has_decay(scalars)
     kernel = over_rows(Kind(stored, stored, stored, given, types.float64, decay=decay, as_dense=True))
-    workspace = borrow(Workspace)
+    workspace = borrow(Workspace, kernel)
     workspace.add(len(rows), columns, g.nbytes, job)
     workspace.check()
-    workspace.reserve(kernel, numba_threads())
-    workspace.run(kernel)
+    workspace.reserve(numba_threads())
+    workspace.run()
     workspace.give_back()
 
 
