@@ -77,7 +77,7 @@ TENSORS: dict[str, Callable[[Tensor, Random], Any]] = {
     "twice as long": lambda tensor, random: torch.cat([tensor, tensor]),
     "of another dtype": lambda tensor, random: tensor.to(random.choice(DTYPES)),
     "of 8 bits": lambda tensor, random: tensor.to(torch.float32).to(torch.float8_e4m3fn),
-    "transposed": lambda tensor, random: tensor.T.contiguous().T,  # the same numbers: nothing is wrong with that
+    "transposed": lambda tensor, random: tensor.t().contiguous().t(),  # the same numbers: nothing is wrong with that
     "expanded": lambda tensor, random: tensor[:1].expand(tensor.shape),
     "overlapping": lambda tensor, random: (
         torch.ones(1 + sum(tensor.shape)).to(tensor.dtype).as_strided(tensor.shape, [1] * tensor.dim())
