@@ -94,8 +94,6 @@ class Ahead:
         """In the order in which they are carried out. One that is not in it any more, has been."""
         self._rest: _Order | None = None
         """What is left of the last step, until it has been done."""
-        self._finished: collections.deque[Callable[[], None]] = collections.deque()
-        """What is left to do for the owner, when a step is complete."""
         self._error: BaseException | None = None
         self._taken: Tensor | None = None
         """The distinct rows that were last taken, since the last step: its gradient may have the same."""
@@ -149,6 +147,8 @@ class Ahead:
                         _tell_worker(self)  # again: an interrupt may have come between order and word
                         order.done.wait()
                         break
+                if self._error is not None:
+                    self.finish()
                 if batch.distinct is None:
                     return None  # they could not be found, and the lookup will say why
                 self._taken = batch.distinct
@@ -208,7 +208,7 @@ class Ahead:
 
         def rest() -> None:
             more = step_rows(job, _part_of(gradient, split.rest))
-            self._finished.append(lambda: keeper._after_launches([job], skipped + more))
+            keeper._lock.finished.append((job, skipped + more))
 
         self._rest = _Order(rest, (), is_step=True)
 
@@ -222,8 +222,6 @@ class Ahead:
     def finish(self) -> None:
         """Wait until the worker has done everything. Raise if it could not."""
         self.wait()
-        while self._finished:
-            plainly(self._finished.popleft())
         if self._error is not None:
             error, self._error = self._error, None
             raise RuntimeError(
@@ -265,6 +263,8 @@ class Ahead:
         except BaseException as error:  # whatever it is, it is the owner's
             if order.is_step:  # a lookup that was not prepared says itself what is wrong
                 self._error = self._error or error
+        # If nobody else has the optimizer, it ends here, and may step all rows: whoever reads them still waits for this.
+        del order.do
 
 
 def _part_of(gradient: RowGradient, places: Tensor) -> RowGradient:
@@ -290,8 +290,11 @@ def of_table(weight: Tensor) -> Ahead:
 
 
 def finish_all() -> None:
-    """Wait until the worker has nothing to do."""
-    for ahead in list(_of_tables.values()):
+    """Wait until the worker has nothing to do. Raise if it could not do something, but wait for all tables first."""
+    tables = list(_of_tables.values())
+    for ahead in tables:
+        ahead.wait()
+    for ahead in tables:
         ahead.finish()
 
 
@@ -300,6 +303,9 @@ class WaitingLock:
 
     def __init__(self, lock: Any, optimizer: weakref.ref[Any]) -> None:
         self._lock, self._optimizer = lock, optimizer
+        self.finished: collections.deque[tuple[Job, int]] = collections.deque()
+        """Steps that the worker has completed, and how many rows it has skipped. Not kept with the table, which would
+        then keep itself alive."""
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -308,6 +314,9 @@ class WaitingLock:
             for table in list(optimizer._tables.values()):
                 if table.ahead is not None:
                     table.ahead.finish()
+            while self.finished:
+                job, skipped = self.finished.popleft()
+                plainly(optimizer._after_launches, [job], skipped)
         except BaseException:
             self._lock.release()
             raise
