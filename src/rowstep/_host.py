@@ -186,8 +186,8 @@ class HostEmbedding(nn.Embedding):
     def _padding_among(self, rows: Tensor) -> int | None:
         """Which of the ascending rows is the padding, if it is there. Raises if there are rows that the table lacks."""
         for outside in rows[[0, -1]].tolist() if len(rows) else ():
-            if not 0 <= outside < self.num_embeddings:
-                raise IndexError(f"id {outside} is outside the table; expected 0 <= id < {self.num_embeddings}")
+            if not 0 <= outside < len(self.weight):  # not num_embeddings: an optimizer may have added rows
+                raise IndexError(f"id {outside} is outside the table; expected 0 <= id < {len(self.weight)}")
         if self.padding_idx is None:
             return None
         place = int(torch.searchsorted(rows, self.padding_idx))
