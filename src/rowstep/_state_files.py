@@ -29,6 +29,7 @@ class StateFiles:
         """Make what the files of a group have the state of its parameters."""
         from . import storage  # which needs Linux
 
+        found = []
         specs = [StateSpec.under(group), StateSpec.under(group, in_a_table=False)]
         for index, param in enumerate(group["params"]):
             path = _path(group, at, index)
@@ -36,6 +37,8 @@ class StateFiles:
             if not there:
                 continue
             state: State = {name: storage.open(path(name), name, writable=True) for name in there}
+            if not param.dim():
+                state = {name: slot[0] for name, slot in state.items()}
             count = state.get("step")
             if count is None:
                 raise ValueError(f"{path('step')} is missing; expected it beside {path(there[0])}. Delete what is left")
@@ -45,6 +48,8 @@ class StateFiles:
             if not any(spec.is_met_by(state) for spec in specs):
                 kept = ", ".join(f"{name} of {state[name].dtype}" for name in there if name != "step")
                 raise ValueError(f"{path('step')} lies beside {kept}; expected what the options of the group ask for")
+            found.append((param, state, count))
+        for param, state, count in found:  # now that all of them fit
             optimizer.state[param] = state
             self._note(optimizer, param, count)
 
@@ -70,7 +75,8 @@ class StateFiles:
     def __call__(self) -> None:
         """Write the counts."""
         for state, count in self._counts.values():
-            count.fill_(steps_taken(state))
+            if int(count) != steps_taken(state):  # what is written counts as changed until it is synced
+                count.fill_(steps_taken(state))
 
 
 def _path(group: Mapping[str, Any], at: int, index: int) -> Callable[[str], str]:
@@ -83,4 +89,5 @@ def _create(path: Callable[[str], str], name: str, shape: Sequence[int], dtype: 
     from . import storage
 
     os.makedirs(os.path.dirname(path(name)), exist_ok=True)
-    return storage.create(path(name), shape[0], tuple(shape[1:]), dtype, key=name)
+    rows, *dim = shape or (1,)
+    return storage.create(path(name), rows, dim, dtype, key=name).view(tuple(shape))
