@@ -109,7 +109,7 @@ def find_shard(path: str, key: str) -> str:
         return str(place)
     shards = _json_object(place.read_bytes(), str(place)).get("weight_map")
     shard = shards.get(key) if isinstance(shards, dict) else None
-    if not isinstance(shard, str) or Path(shard).name != shard:
+    if not (isinstance(shard, str) and shard.isprintable() and shard == Path(shard).name != ""):
         raise FileFormatError(
             f"the weight_map of {place} has {reprlib.repr(shard)} for {key!r}; expected the name of a file beside it"
         )
