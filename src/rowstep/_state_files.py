@@ -22,8 +22,8 @@ class StateFiles:
     """The files of one optimizer."""
 
     def __init__(self) -> None:
+        # By the id of a parameter: its state, and the file's count of its steps.
         self._counts: dict[int, tuple[State, Tensor]] = {}
-        """By the id of a parameter: its state, and the file's count of its steps."""
 
     def take_up(self, optimizer: Any, group: Mapping[str, Any], at: int) -> None:
         """Make what the files of a group have the state of its parameters."""
@@ -36,13 +36,12 @@ class StateFiles:
             there = [name for name in (*SLOTS, "step") if os.path.exists(path(name))]
             if not there:
                 continue
+            if "step" not in there:
+                raise ValueError(f"{path('step')} is missing; expected it beside {path(there[0])}. Delete what is left")
             state: State = {name: storage.open(path(name), name, writable=True) for name in there}
             if not param.dim():
                 state = {name: slot[0] for name, slot in state.items()}
-            count = state.get("step")
-            if count is None:
-                raise ValueError(f"{path('step')} is missing; expected it beside {path(there[0])}. Delete what is left")
-            state["step"] = int(count)
+            count, state["step"] = state["step"], int(state["step"])
             if reason := misfit(state, param):
                 raise ValueError(f"{path('step')} and the files beside it are not this parameter's: {reason}")
             if not any(spec.is_met_by(state) for spec in specs):
@@ -57,9 +56,8 @@ class StateFiles:
         """What makes new slots of a parameter in files; None if those belong into memory."""
         for at, group in enumerate(optimizer.param_groups):
             for index, other in enumerate(group["params"]):
-                if other is param:
-                    is_in_files = group.get("state_dir") is not None
-                    return functools.partial(_create, _path(group, at, index)) if is_in_files else None
+                if other is param and group.get("state_dir") is not None:
+                    return functools.partial(_create, _path(group, at, index))
         return None
 
     def count(self, optimizer: Any, param: Tensor) -> None:

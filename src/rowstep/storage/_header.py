@@ -32,8 +32,7 @@ class FileFormatError(ValueError):
 class Span(NamedTuple):
     """A tensor in a file, with its first byte and the one after its last, from the start of the file."""
 
-    dtype: torch.dtype | None
-    """None if it is not one of ours."""
+    dtype: torch.dtype | None  # None if it is not one of ours
     shape: tuple[int, ...]
     begin: int
     end: int
