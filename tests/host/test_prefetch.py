@@ -249,16 +249,17 @@ def test_an_error_that_is_known_is_told_by_the_next_lookup(monkeypatch: pytest.M
 
 def test_an_error_of_one_table_does_not_cut_short_the_step_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a program ends, for instance."""
-    first, second = Held(monkeypatch), Held(monkeypatch)
-    for held, seconds in ((first, 0.2), (second, 0.6)):
-        held.fails = True
-        threading.Timer(seconds, held.may_go_on.set).start()
+    first = Held(monkeypatch)
+    first.fails = True
+    first.may_go_on.set()
+    _ahead.of_table(first.run.table.weight).wait()
+    first.fails = False
+    second = Held(monkeypatch)
+    second.let_go_soon()
     with pytest.raises(RuntimeError, match="MemoryError"):
         _ahead.finish_all()
-    assert not late_parts(first.run)
     assert not late_parts(second.run)
-    with contextlib.suppress(RuntimeError):
-        _ahead.finish_all()
+    assert_same(second.plain, second.run)
 
 
 @pytest.mark.parametrize("options", ["SparseAdam", "DeferredAdam"])
