@@ -21,7 +21,8 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,19 +41,26 @@ _STEPS_KEPT = 2
 _MOST_ANNOUNCED = 16
 
 
+@dataclass(eq=False, slots=True)
+class _Order:
+    """Something to do for the worker."""
+
+    do: Callable[[], None]
+    is_step: bool = False
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(eq=False, slots=True)
 class Announced:
     """A batch to come."""
 
-    __slots__ = ("age", "distinct", "ids", "places", "rows", "writes")
-
-    def __init__(self, ids: Tensor, writes: int) -> None:
-        self.ids, self.age = ids, 0
-        self.writes = writes
-        """How often the table has been written to when its rows were read; -1 if they are not to be read early."""
-        self.distinct: Any = None
-        self.places: Any = None
-        """The distinct ids, ascending; and for each id its place among them. None until the worker has found them."""
-        self.rows: Tensor | None = None
+    ids: Tensor
+    writes: int  # to the table when its rows were read; -1 if they are not to be read early
+    order: Any = None  # the last one that concerns this batch
+    age: int = 0
+    distinct: Any = None  # ids, ascending; None until the worker has found them
+    places: Any = None  # of each id among them
+    rows: Tensor | None = None
 
 
 class _Split:
@@ -60,9 +68,9 @@ class _Split:
 
     def __init__(self, rows: Tensor, batches: tuple[Announced, ...], kernels: Any) -> None:
         self.rows, self.batches = rows, batches
-        is_urgent = torch.zeros(len(rows), dtype=torch.bool)
+        # For each batch the places, among its distinct rows, of those that the gradient has.
         self.named: list[tuple[Announced, Tensor]] = []
-        """For each batch the places, among its distinct rows, of those that the gradient has."""
+        is_urgent = torch.zeros(len(rows), dtype=torch.bool)
         for batch in batches:
             if batch.distinct is not None:
                 places = kernels.places_among(rows, batch.distinct)
@@ -71,18 +79,6 @@ class _Split:
                 self.named.append((batch, places[is_named]))
         self.urgent, self.rest = is_urgent.nonzero().view(-1), (~is_urgent).nonzero().view(-1)
 
-    def is_of(self, rows: Tensor, batches: tuple[Announced, ...]) -> bool:
-        return self.batches == batches and torch.equal(self.rows, rows)
-
-
-class _Order:
-    """Something to do for the worker, which concerns these batches."""
-
-    __slots__ = ("batches", "do", "done", "is_step")
-
-    def __init__(self, do: Callable[[], None], batches: tuple[Announced, ...], *, is_step: bool = False) -> None:
-        self.do, self.batches, self.is_step, self.done = do, batches, is_step, threading.Event()
-
 
 class Ahead:
     """What the worker has to do for one table. Its methods are for the owner's thread, but for those with ``_do``."""
@@ -90,19 +86,13 @@ class Ahead:
     def __init__(self, weight: Tensor) -> None:
         self.keep([weight])
         self.announced: list[Announced] = []
-        self._orders: collections.deque[_Order] = collections.deque()
-        """In the order in which they are carried out. One that is not in it any more, has been."""
-        self._rest: _Order | None = None
-        """What is left of the last step, until it has been done."""
-        self._finished: collections.deque[Callable[[], None]] = collections.deque()
-        """What is left to do for the owner, when a step is complete."""
+        self._orders: collections.deque[_Order] = collections.deque()  # what is not there any more, has been done
+        self._rest: _Order | None = None  # of the last step, until it has been done
         self._error: BaseException | None = None
-        self._taken: Tensor | None = None
-        """The distinct rows that were last taken, since the last step: its gradient may have the same."""
-        self._split: _Split | None = None
         self._reads_early = False
-        self._kernels: Any = None
-        """Those of the last step."""
+        self._kernels: Any = None  # those of the last step
+        self._taken: Tensor | None = None  # since then: the distinct rows that the next gradient may have, too
+        self._split: _Split | None = None
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Know what has the rows and their state."""
@@ -127,44 +117,44 @@ class Ahead:
         # Rows are read early only while nobody can write to the table unseen.
         is_watched = may_read and self._reads_early and isinstance(weight, Waiting)
         batch = Announced(ids, writes_to(weight) if is_watched else -1)
+        batch.order = _Order(lambda: self._do_announced(batch, weight, pinned))
         self.announced = [*self.announced[1 - _MOST_ANNOUNCED :], batch]
-        self._orders.append(_Order(lambda: self._do_announced(batch, weight, pinned), (batch,)))
+        self._give(batch.order)
         self._compare()
-        _tell_worker(self)
 
     def _compare(self) -> None:
         """Let the worker find out which rows of the next step will be urgent, while the model computes."""
         taken, batches = self._taken, tuple(self.announced)
         if taken is not None and batches and self._kernels is not None:
-            self._orders.append(_Order(lambda: setattr(self, "_split", _Split(taken, batches, self._kernels)), ()))
-            _tell_worker(self)
+            self._give(_Order(lambda: setattr(self, "_split", _Split(taken, batches, self._kernels))))
 
     def take(self, ids: Tensor) -> Announced | None:
         """The announced batch of these ids, which is not announced any more; None if there is none."""
         for batch in self.announced:
             if batch.ids.dtype is ids.dtype and torch.equal(batch.ids, ids):
-                self.announced = [other for other in self.announced if other is not batch]
-                for order in reversed(self._orders.copy()):
-                    if batch in order.batches:
-                        _tell_worker(self)  # again: an interrupt may have come between order and word
-                        order.done.wait()
-                        break
-                if batch.distinct is None:
-                    return None  # they could not be found, and the lookup will say why
-                self._taken = batch.distinct
-                self._compare()
-                return batch
-        return None
+                break
+        else:
+            return None
+        self.announced = [other for other in self.announced if other is not batch]
+        if batch.order in self._orders.copy():  # an interrupt may have come before it was given
+            _tell_worker(self)  # or before the worker was told
+            batch.order.done.wait()
+        if self._error is not None:
+            self.finish()
+        if batch.distinct is None:
+            return None  # they could not be found, and the lookup will say why
+        self._taken = batch.distinct
+        self._compare()
+        return batch
 
     @staticmethod
     def rows_of(batch: Announced, weight: Tensor) -> Tensor:
         """The distinct rows of a batch that was taken. The worker may be stepping others."""
-        is_watched = isinstance(weight, Waiting)
-        if is_watched and batch.rows is not None and writes_to(weight) == batch.writes:
-            return batch.rows
-        keeper = keeper_of(weight) if is_watched else None
-        if keeper is not None:
-            keeper._catch_up_announced(weight, batch.distinct)
+        if isinstance(weight, Waiting):
+            if batch.rows is not None and writes_to(weight) == batch.writes:
+                return batch.rows
+            if (keeper := keeper_of(weight)) is not None:
+                keeper._catch_up_announced(weight, batch.distinct)
         return weight.index_select(0, batch.distinct)
 
     def _do_announced(self, batch: Announced, weight: Tensor, pinned: bool) -> None:
@@ -185,21 +175,20 @@ class Ahead:
         self._reads_early = table.pending is None and not param.is_inference()
         before = writes_to(param) if self._reads_early and isinstance(param, Waiting) else -2
         note_writes([param])
+        order = _Order(lambda: self._do_step(job, step_rows, batches, keeper), is_step=True)
         for batch in self.announced:
-            batch.age += 1
+            batch.order, batch.age = order, batch.age + 1
             batch.writes = batch.writes + 1 if batch.writes == before else -1
         self.announced = [batch for batch in self.announced if batch.age <= _STEPS_KEPT]
         batches, self._taken = tuple(self.announced), None
         if table.pending is None:  # those whose rows wait are watched already
             watch([param, *table.slots.values()], param, table.keeper)
-        # To Python this is one call: whatever interrupts it, either nothing of the step is made or all.
-        self._orders.append(_Order(lambda: self._do_step(job, step_rows, batches, keeper), batches, is_step=True))
-        _tell_worker(self)
+        self._give(order)
 
     def _do_step(self, job: Job, step_rows: Callable[..., int], batches: tuple[Announced, ...], keeper: Any) -> None:
         gradient, weight = job.gradient, job.table.param
         split, self._split = self._split, None
-        if split is None or not split.is_of(gradient.rows, batches):
+        if split is None or split.batches != batches or not torch.equal(split.rows, gradient.rows):
             split = _Split(gradient.rows, batches, job.table.kernels)
         skipped = step_rows(job, _part_of(gradient, split.urgent))
         for batch, places in split.named:
@@ -208,11 +197,15 @@ class Ahead:
 
         def rest() -> None:
             more = step_rows(job, _part_of(gradient, split.rest))
-            self._finished.append(lambda: keeper._after_launches([job], skipped + more))
+            keeper._lock.finished.append((job, skipped + more))
 
-        self._rest = _Order(rest, (), is_step=True)
+        self._rest = _Order(rest, is_step=True)
 
-    # Waiting
+    # Orders
+
+    def _give(self, order: _Order) -> None:
+        self._orders.append(order)  # to Python this is one call: an interrupt comes before all of a step, or after
+        _tell_worker(self)
 
     @property
     def is_idle(self) -> bool:
@@ -222,8 +215,6 @@ class Ahead:
     def finish(self) -> None:
         """Wait until the worker has done everything. Raise if it could not."""
         self.wait()
-        while self._finished:
-            plainly(self._finished.popleft())
         if self._error is not None:
             error, self._error = self._error, None
             raise RuntimeError(
@@ -232,27 +223,23 @@ class Ahead:
             ) from error
 
     def wait(self) -> None:
-        """Wait until the worker has done everything."""
         while not self.is_idle and threading.current_thread() is not _worker:  # which may collect garbage
-            done = threading.Event()
-            _tell_worker(self, done)
-            done.wait()
+            last = _Order(lambda: None)
+            self._give(last)
+            last.done.wait()
 
-    def _do_next(self, done: threading.Event | None) -> None:
-        """Do what there is to do, but the rest of a step only if nothing else is, or somebody waits for it."""
-        had_orders = bool(self._orders)
+    def _do_next(self) -> None:
+        """Carry out the orders, each after the rest of the step before it; and that rest if there are none."""
+        if not self._orders:
+            self._do_rest()
         while self._orders:
             self._do_rest()
             order = self._orders[0]
             self._do(order)
             self._orders.popleft()
             order.done.set()
-        if done is not None or not had_orders:
-            self._do_rest()
-        if done is not None:
-            done.set()
-        elif self._rest is not None:
-            _told.put((self, None))  # after what other tables have to do
+        if self._rest is not None:
+            _told.put(self)  # after what other tables have to do
 
     def _do_rest(self) -> None:
         if self._rest is not None:
@@ -265,33 +252,38 @@ class Ahead:
         except BaseException as error:  # whatever it is, it is the owner's
             if order.is_step:  # a lookup that was not prepared says itself what is wrong
                 self._error = self._error or error
+        # If nobody else has the optimizer, it ends here, and may step all rows. Whoever reads them still waits for us.
+        del order.do
 
 
 def _part_of(gradient: RowGradient, places: Tensor) -> RowGradient:
     return RowGradient(gradient.rows.index_select(0, places), gradient.values.index_select(0, places), gradient.lead)
 
 
-# The tables that have one. Weakly: a table that is gone needs no worker.
-_of_tables: Any = WeakTensorKeyDictionary()
+# By the weights of ``HostEmbedding``. Weakly: a table that is gone needs no worker.
+_of_tables: MutableMapping[Tensor, Ahead] = WeakTensorKeyDictionary()
 
 
 def of(param: Tensor) -> Ahead | None:
     """What the worker does for this parameter, if that is the table of a ``HostEmbedding``."""
-    found: Ahead | None = _of_tables.get(param)
-    return found
+    return _of_tables.get(param)
 
 
 def of_table(weight: Tensor) -> Ahead:
     """The same, made if there is none."""
-    found = of(weight)
-    if found is None:
-        found = _of_tables[weight] = Ahead(weight)
-    return found
+    return of(weight) or _of_tables.setdefault(weight, Ahead(weight))
+
+
+def wait_for_all() -> list[Ahead]:
+    tables = list(_of_tables.values())
+    for ahead in tables:
+        ahead.wait()
+    return tables
 
 
 def finish_all() -> None:
-    """Wait until the worker has nothing to do."""
-    for ahead in list(_of_tables.values()):
+    """Wait for all tables, and then raise if something could not be done for one of them."""
+    for ahead in wait_for_all():
         ahead.finish()
 
 
@@ -300,6 +292,8 @@ class WaitingLock:
 
     def __init__(self, lock: Any, optimizer: weakref.ref[Any]) -> None:
         self._lock, self._optimizer = lock, optimizer
+        self.finished: collections.deque[tuple[Job, int]] = collections.deque()
+        """Steps that were completed, and how many rows they skipped. A table that had them would keep itself alive."""
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -308,6 +302,9 @@ class WaitingLock:
             for table in list(optimizer._tables.values()):
                 if table.ahead is not None:
                     table.ahead.finish()
+            while self.finished:
+                job, skipped = self.finished.popleft()
+                plainly(optimizer._after_launches, [job], skipped)
         except BaseException:
             self._lock.release()
             raise
@@ -318,32 +315,26 @@ class WaitingLock:
 
 # The worker
 
-_told: queue.SimpleQueue[tuple[Ahead, threading.Event | None]] = queue.SimpleQueue()
+_told: queue.SimpleQueue[Ahead] = queue.SimpleQueue()
 _worker: threading.Thread | None = None
 _starting = threading.RLock()  # a signal handler may come by here as well
 
 
-def _tell_worker(ahead: Ahead, done: threading.Event | None = None) -> None:
-    """Let the worker look after a table; and set ``done`` when there is nothing left to do."""
+def _tell_worker(ahead: Ahead) -> None:
     global _worker
     with _starting:
         if _worker is None or not _worker.is_alive():
             _worker = threading.Thread(target=_work, name="rowstep", daemon=True)
             _worker.start()
-    _told.put((ahead, done))
+    _told.put(ahead)
 
 
 def _work() -> None:
     torch.set_grad_enabled(False)  # for this thread
     while True:
-        ahead, done = _told.get()
-        plainly(ahead._do_next, done)
-        del ahead, done  # a table lives on only while there is something to do
-
-
-def _before_fork() -> None:
-    for ahead in list(_of_tables.values()):
-        ahead.wait()  # what could not be done, the owner is told later, in both processes
+        ahead = _told.get()
+        plainly(ahead._do_next)
+        del ahead  # a table lives on only while there is something to do
 
 
 def _begin_again() -> None:
@@ -354,4 +345,5 @@ def _begin_again() -> None:
 _before_sync.functions.add(finish_all)
 atexit.register(finish_all)
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(before=_before_fork, after_in_child=_begin_again)
+    # What could not be done, the owner is told later, in both processes.
+    os.register_at_fork(before=wait_for_all, after_in_child=_begin_again)

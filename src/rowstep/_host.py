@@ -127,9 +127,9 @@ class HostEmbedding(nn.Embedding):
         else:
             rows, places = batch.distinct, batch.places
         padding = self._padding_among(rows)
+        if batch is None:
+            plainly(ahead.read_files, rows)
         with torch.no_grad():  # their gradient comes with _Arrived
-            if batch is None:
-                plainly(ahead.read_files, rows)
             if batch is None or self.max_norm is not None:
                 gathered = F.embedding(rows, self.weight, None, self.max_norm, self.norm_type)
             else:
@@ -139,16 +139,14 @@ class HostEmbedding(nn.Embedding):
             return _Arrived.apply(self.weight, arrived, rows, padding, places, self.scale_grad_by_freq)  # type: ignore[no-any-return,no-untyped-call]
         table = _Arrived.apply(self.weight, arrived, rows, padding)  # type: ignore[no-untyped-call]
         table = table.to(_wider(table.dtype))
+        if offsets is not None:
+            offsets = _transfer(offsets, self.device)
+        if per_sample_weights is not None:
+            per_sample_weights = per_sample_weights.to(self.device, table.dtype)
         return F.embedding_bag(
-            places,
-            table,
-            None if offsets is None else _transfer(offsets, self.device),
-            scale_grad_by_freq=self.scale_grad_by_freq,
-            mode=self.mode,
-            per_sample_weights=None if per_sample_weights is None else per_sample_weights.to(self.device, table.dtype),
-            include_last_offset=self.include_last_offset,
-            padding_idx=padding,
-        ).to(arrived.dtype)
+            places, table, offsets, mode=self.mode, padding_idx=padding, per_sample_weights=per_sample_weights,
+            scale_grad_by_freq=self.scale_grad_by_freq, include_last_offset=self.include_last_offset,
+        ).to(arrived.dtype)  # fmt: skip
 
     @torch.no_grad()
     def prefetch(self, ids: Tensor) -> None:
@@ -186,8 +184,8 @@ class HostEmbedding(nn.Embedding):
     def _padding_among(self, rows: Tensor) -> int | None:
         """Which of the ascending rows is the padding, if it is there. Raises if there are rows that the table lacks."""
         for outside in rows[[0, -1]].tolist() if len(rows) else ():
-            if not 0 <= outside < self.num_embeddings:
-                raise IndexError(f"id {outside} is outside the table; expected 0 <= id < {self.num_embeddings}")
+            if not 0 <= outside < len(self.weight):  # not num_embeddings: an optimizer may have added rows
+                raise IndexError(f"id {outside} is outside the table; expected 0 <= id < {len(self.weight)}")
         if self.padding_idx is None:
             return None
         place = int(torch.searchsorted(rows, self.padding_idx))
@@ -199,10 +197,8 @@ class HostEmbedding(nn.Embedding):
         is_shared = here.is_cpu and here.is_shared()
         if is_shared or there.dtype is not self.weight.dtype:
             if is_in_file(self.weight):
-                wanted = "shared memory" if is_shared else there.dtype
-                raise TypeError(
-                    f"a table in a file would become {wanted}; expected it to stay {self.weight.dtype} there"
-                )
+                wanted, dtype = "shared memory" if is_shared else there.dtype, self.weight.dtype
+                raise TypeError(f"a table in a file would become {wanted}; expected it to stay {dtype} there")
             super()._apply(fn if is_shared else lambda tensor: tensor.to(there.dtype))  # type: ignore[no-untyped-call]
         self.device = there.device
         return self

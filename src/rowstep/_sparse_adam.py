@@ -119,9 +119,10 @@ class SparseAdam(RowOptimizer):
 
     @property
     def skipped_rows(self) -> int:
-        """How many row updates ``nonfinite="skip"`` has skipped so far. To read it is to wait for tables on a GPU."""
-        on_gpus: int = sum(report.skipped_rows for report in self._reports.values())
-        return self._skipped + on_gpus
+        """How many row updates ``nonfinite="skip"`` has skipped so far. To read it is to wait for tables at work."""
+        with self._lock:
+            on_gpus: int = sum(report.skipped_rows for report in self._reports.values())
+            return self._skipped + on_gpus
 
     def _as_rows(self, param: Tensor, grad: Tensor, state: State, rule: Rule) -> tuple[RowGradient | None, bool, bool]:
         if grad.is_sparse:

@@ -152,7 +152,7 @@ class StateSpec:
             dtype = torch.int64 if slot.is_count else compute_dtype(param.dtype)
         else:  # amsgrad's maximum may be made beside a second moment of another dtype than the weights'
             dtype = self.dtype or state.get("exp_avg_sq", param).dtype
-        if make is not None and rows:
+        if make is not None:
             return make(slot.name, rows if slot.is_per_row else param.shape, dtype)
         return zeros(rows, dtype, param.device) if slot.is_per_row else zeros_like(param, dtype)
 

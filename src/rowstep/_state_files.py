@@ -22,29 +22,33 @@ class StateFiles:
     """The files of one optimizer."""
 
     def __init__(self) -> None:
+        # By the id of a parameter: its state, and the file's count of its steps.
         self._counts: dict[int, tuple[State, Tensor]] = {}
-        """By the id of a parameter: its state, and the file's count of its steps."""
 
     def take_up(self, optimizer: Any, group: Mapping[str, Any], at: int) -> None:
         """Make what the files of a group have the state of its parameters."""
         from . import storage  # which needs Linux
 
+        found = []
         specs = [StateSpec.under(group), StateSpec.under(group, in_a_table=False)]
         for index, param in enumerate(group["params"]):
             path = _path(group, at, index)
             there = [name for name in (*SLOTS, "step") if os.path.exists(path(name))]
             if not there:
                 continue
-            state: State = {name: storage.open(path(name), name, writable=True) for name in there}
-            count = state.get("step")
-            if count is None:
+            if "step" not in there:
                 raise ValueError(f"{path('step')} is missing; expected it beside {path(there[0])}. Delete what is left")
-            state["step"] = int(count)
+            state: State = {name: storage.open(path(name), name, writable=True) for name in there}
+            if not param.dim():
+                state = {name: slot[0] for name, slot in state.items()}
+            count, state["step"] = state["step"], int(state["step"])
             if reason := misfit(state, param):
                 raise ValueError(f"{path('step')} and the files beside it are not this parameter's: {reason}")
             if not any(spec.is_met_by(state) for spec in specs):
                 kept = ", ".join(f"{name} of {state[name].dtype}" for name in there if name != "step")
                 raise ValueError(f"{path('step')} lies beside {kept}; expected what the options of the group ask for")
+            found.append((param, state, count))
+        for param, state, count in found:  # now that all of them fit
             optimizer.state[param] = state
             self._note(optimizer, param, count)
 
@@ -52,9 +56,8 @@ class StateFiles:
         """What makes new slots of a parameter in files; None if those belong into memory."""
         for at, group in enumerate(optimizer.param_groups):
             for index, other in enumerate(group["params"]):
-                if other is param:
-                    is_in_files = group.get("state_dir") is not None
-                    return functools.partial(_create, _path(group, at, index)) if is_in_files else None
+                if other is param and group.get("state_dir") is not None:
+                    return functools.partial(_create, _path(group, at, index))
         return None
 
     def count(self, optimizer: Any, param: Tensor) -> None:
@@ -70,7 +73,8 @@ class StateFiles:
     def __call__(self) -> None:
         """Write the counts."""
         for state, count in self._counts.values():
-            count.fill_(steps_taken(state))
+            if int(count) != steps_taken(state):  # what is written counts as changed until it is synced
+                count.fill_(steps_taken(state))
 
 
 def _path(group: Mapping[str, Any], at: int, index: int) -> Callable[[str], str]:
@@ -83,4 +87,5 @@ def _create(path: Callable[[str], str], name: str, shape: Sequence[int], dtype: 
     from . import storage
 
     os.makedirs(os.path.dirname(path(name)), exist_ok=True)
-    return storage.create(path(name), shape[0], tuple(shape[1:]), dtype, key=name)
+    rows, *dim = shape or (1,)
+    return storage.create(path(name), rows, dim, dtype, key=name).view(tuple(shape))

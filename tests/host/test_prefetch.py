@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 import pickle
 import random
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -234,6 +236,63 @@ def test_an_error_is_told_once_and_the_run_goes_on(monkeypatch: pytest.MonkeyPat
         held.run.table.prefetch(ids)
         held.run.back(ids)
         held.run.optimizer.step()
+
+
+def test_an_error_that_is_known_is_told_by_the_next_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch)
+    held.fails = True
+    held.may_go_on.set()
+    _ahead.of_table(held.run.table.weight).wait()
+    with pytest.raises(RuntimeError, match="some of its rows have not moved: MemoryError"):
+        held.run.table(held.following)
+
+
+def test_an_error_of_one_table_does_not_cut_short_the_step_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a program ends, for instance."""
+    first = Held(monkeypatch)
+    first.fails = True
+    first.may_go_on.set()
+    _ahead.of_table(first.run.table.weight).wait()
+    first.fails = False
+    second = Held(monkeypatch)
+    second.let_go_soon()
+    with pytest.raises(RuntimeError, match="MemoryError"):
+        _ahead.finish_all()
+    assert not late_parts(second.run)
+    assert_same(second.plain, second.run)
+
+
+@pytest.mark.parametrize("options", ["SparseAdam", "DeferredAdam"])
+def test_a_table_that_nobody_has_any_more_is_let_go(options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And with it the lock of its file."""
+    held = Held(monkeypatch, OPTIMIZERS[options])
+    weight, optimizer = weakref.ref(held.run.table.weight), weakref.ref(held.run.optimizer)
+    ahead = _ahead.of_table(held.run.table.weight)
+    del held.run
+    assert weight() is not None  # or the worker would step freed memory
+    held.may_go_on.set()
+    ahead.wait()
+    gc.collect()  # what defers the rows of a table and the table know each other
+    assert weight() is None
+    assert optimizer() is None
+
+
+def test_an_optimizer_that_ends_while_its_step_is_made_leaves_no_row_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(monkeypatch, OPTIMIZERS["DeferredAdam"])
+    held.let_go_soon()
+    for run in (held.plain, held.run):
+        del run.optimizer
+    assert torch.equal(held.run.table.weight, held.plain.table.weight)
+
+
+def test_skipped_rows_are_those_of_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(OPTIMIZERS["skips"])
+    for _ in range(2):
+        run.table.prefetch(torch.arange(2))
+        run.back(torch.arange(10), float("nan"))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert run.optimizer.skipped_rows == 20
 
 
 def test_an_interrupt_while_somebody_waits_leaves_the_step_whole(monkeypatch: pytest.MonkeyPatch) -> None:

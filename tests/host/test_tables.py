@@ -91,6 +91,16 @@ def test_bad_lookups() -> None:
         table(torch.tensor([1.0]))
 
 
+def test_rows_that_were_added_can_be_looked_up() -> None:
+    table = HostEmbedding(10, 4)
+    optimizer = SparseAdam(table.parameters())
+    optimizer.grow(table.weight, 2, torch.ones(2, 4))
+    assert table(torch.tensor([11])).tolist() == [[1.0] * 4]
+    optimizer.keep_rows(table.weight, torch.arange(5))
+    with pytest.raises(IndexError, match="id 5 is outside the table; expected 0 <= id < 5"):
+        table(torch.tensor([5]))
+
+
 def test_a_tensor_becomes_a_table_without_a_copy() -> None:
     rows = torch.randn(10, 4, dtype=torch.float64)
     table = HostEmbedding.from_pretrained(rows, freeze=False, mode="sum")
@@ -139,11 +149,12 @@ def test_a_table_in_a_file_is_not_converted(tmp_path: Path) -> None:
     assert copy.deepcopy(table).half().weight.dtype is torch.float16  # a copy is in memory
 
 
-def test_device_defaults_to_torchs() -> None:
+def test_device_defaults_to_torchs(tmp_path: Path) -> None:
     assert HostEmbedding(3, 2).device.type == "cpu"
     with torch.device("meta"):
-        table = HostEmbedding(3, 2)
+        table, in_file = HostEmbedding(3, 2), HostEmbedding(3, 2, path=tmp_path / "a.safetensors")
     assert (table.device.type, table.weight.device.type) == ("meta", "cpu")
+    assert (in_file.device.type, in_file.weight.device.type) == ("meta", "cpu")
     assert repr(table) == "HostEmbedding(3, 2, sparse=True, mode=None, device='meta')"
 
 

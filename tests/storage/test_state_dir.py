@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,36 @@ def test_rows_of_files_are_neither_added_nor_dropped(tmp_path: Path) -> None:
         run.optimizer.keep_rows(weight, torch.arange(5))
     assert len(weight) == len(run.states()[0]["exp_avg"]) == 20
     run.train(3, 6)
+
+
+def test_the_state_of_a_scalar_is_in_files_too(tmp_path: Path) -> None:
+    scale, other = (nn.Parameter(torch.tensor(1.0)) for _ in range(2))
+    plain = SparseAdam([other], lr=0.1)
+    for _ in range(2):  # each with an optimizer of its own
+        optimizer = SparseAdam([scale], lr=0.1, state_dir=tmp_path)
+        for _ in range(3):
+            for param, its in ((scale, optimizer), (other, plain)):
+                param.grad = param.detach().clone()
+                its.step()
+        storage.sync()
+        del optimizer, its
+    assert torch.equal(scale, other)
+
+
+def test_a_group_that_is_refused_leaves_no_state(tmp_path: Path) -> None:
+    Run(state_dir=tmp_path).train(0, 2)
+    optimizer = SparseAdam([("other", nn.Parameter(torch.zeros(3)))])
+    named = [("0.weight", nn.Parameter(torch.zeros(20, 4))), ("1.weight", nn.Parameter(torch.zeros(9, 9)))]
+    with pytest.warns(UserWarning, match="not clean"), pytest.raises(ValueError, match="are not this parameter's"):
+        optimizer.add_param_group({"params": named, "state_dir": tmp_path})
+    assert not optimizer.state_dict()["state"]
+
+
+def test_a_count_that_has_not_changed_is_not_written(tmp_path: Path) -> None:
+    run = Run(state_dir=tmp_path / "state")
+    weight = storage.create(tmp_path / "other.safetensors", 3, 2)
+    run.train(0, 2)
+    storage.sync()
+    time.sleep(0.05)
+    storage.sync(weight)
+    assert storage.status(tmp_path / "state" / "0.weight.step.safetensors").clean

@@ -153,7 +153,8 @@ def test_a_file_that_may_only_be_read_is_opened_for_reading(others: Others) -> N
 def shards(tmp_path: Path) -> Path:
     save_file({"users": torch.ones(3, 2)}, tmp_path / "model-00001-of-00002.safetensors")
     save_file({"items": torch.ones(4, 2)}, tmp_path / "model-00002-of-00002.safetensors")
-    names = {"users": "model-00001-of-00002.safetensors", "items": "model-00002-of-00002.safetensors", "up": "../x"}
+    names = {"users": "model-00001-of-00002.safetensors", "items": "model-00002-of-00002.safetensors"}
+    names |= {"up": "../x", "empty": "", "odd": "a\0b", "half": "\ud800"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
     return tmp_path
 
@@ -169,6 +170,9 @@ def test_shards_that_are_not_there_are_named(shards: Path) -> None:
     for key, found in [
         ("tags", "None for 'tags'"),
         ("up", r"'\.\./x' for 'up'; expected the name of a file beside it"),
+        ("empty", "'' for 'empty'; expected the name of a file beside it"),
+        ("odd", "for 'odd'; expected the name of a file beside it"),
+        ("half", "for 'half'; expected the name of a file beside it"),
     ]:
         with pytest.raises(storage.FileFormatError, match=found):
             storage.open(shards, key)

@@ -79,7 +79,7 @@ def create(
 
     def fill(file: int) -> None:
         at_once = min(rows, max(1, _CHUNK_BYTES * rows // (span.end - span.begin)))
-        buffer = torch.empty(at_once, *shape[1:], dtype=dtype)
+        buffer = torch.empty(at_once, *shape[1:], dtype=dtype, device="cpu")
         with torch.no_grad(), os.fdopen(os.dup(file), "r+b") as target:
             target.seek(span.begin)
             for start in _with_bar(range(0, rows, at_once), place):

@@ -32,8 +32,7 @@ class FileFormatError(ValueError):
 class Span(NamedTuple):
     """A tensor in a file, with its first byte and the one after its last, from the start of the file."""
 
-    dtype: torch.dtype | None
-    """None if it is not one of ours."""
+    dtype: torch.dtype | None  # None if it is not one of ours
     shape: tuple[int, ...]
     begin: int
     end: int
@@ -109,7 +108,7 @@ def find_shard(path: str, key: str) -> str:
         return str(place)
     shards = _json_object(place.read_bytes(), str(place)).get("weight_map")
     shard = shards.get(key) if isinstance(shards, dict) else None
-    if not isinstance(shard, str) or Path(shard).name != shard:
+    if not (isinstance(shard, str) and shard.isprintable() and shard == Path(shard).name != ""):
         raise FileFormatError(
             f"the weight_map of {place} has {reprlib.repr(shard)} for {key!r}; expected the name of a file beside it"
         )

@@ -43,8 +43,7 @@ class MappedFile(mmap.mmap):
     """A whole file, mapped for writing."""
 
     path: str
-    file: int
-    """Open, and locked."""
+    file: int  # open, and locked
     has_failed = False
 
     def sync(self, now: int) -> None:
@@ -64,8 +63,7 @@ class MappedFile(mmap.mmap):
         return start <= tensor.untyped_storage().data_ptr() < start + len(self)
 
 
-_mapped: weakref.WeakValueDictionary[str, MappedFile] = weakref.WeakValueDictionary()
-"""By their identity."""
+_mapped: weakref.WeakValueDictionary[str, MappedFile] = weakref.WeakValueDictionary()  # by identity
 
 
 def files_of(tensors: Sequence[Tensor]) -> list[MappedFile]:

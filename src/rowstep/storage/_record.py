@@ -30,12 +30,9 @@ _TICK_SECONDS = 0.02
 
 
 class Record(NamedTuple):
-    synced_at: int | None
-    """In nanoseconds since 1970; None while ``create`` fills the file, 0 if others made it."""
-    modified_ns: int | None
-    """The time of modification at that sync; None if the file system does not keep it up to date."""
-    open_in: str | None
-    """``identity`` while a process has it open for writing, and after one that did not end in order."""
+    synced_at: int | None  # in nanoseconds since 1970; None while ``create`` fills the file, 0 if others made it
+    modified_ns: int | None  # time of modification at that sync; None if the file system does not keep it up to date
+    open_in: str | None  # ``identity`` while a process has it open for writing, and after one that ended out of order
 
 
 class Status(NamedTuple):

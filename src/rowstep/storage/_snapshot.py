@@ -21,9 +21,7 @@ def copy(files: Sequence[MappedFile], folder: str, synced_at: int) -> None:
     """Copy files that were just synced."""
     names = [os.path.basename(file.path) for file in files]
     if len(set(names)) < len(names):
-        raise ValueError(
-            f"the files are called {', '.join(names)}; expected different names, to copy them to one folder"
-        )
+        raise ValueError(f"the files are called {', '.join(names)}; expected different names in one folder")
     if os.path.lexists(folder):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
     partial = f"{folder}.rowstep-partial"
