@@ -3,8 +3,9 @@
     python -m website.browse out/site out/screenshots        (`make docs-test`)
 
 It checks that links inside the site lead to a page and an anchor that exist, that the console stays empty, that nothing
-is requested from elsewhere, that no page is wider than a phone, and that the four questions that newcomers have are one
-click from the start page.
+is requested from elsewhere, that no page, and no table of up to seven columns, is wider than a phone, and that the four
+questions that newcomers have are one click from the start page. Every page is opened on a light desktop and on a dark
+phone, the start page also the other way round.
 Screenshots are for people to look at. Without Chromium and its driver (Debian: chromium, chromium-driver) it says so
 and does nothing.
 """
@@ -34,6 +35,9 @@ QUESTIONS = {
 LOOKS = (Look("wide-light", 1280, dark=False), Look("narrow-dark", 390, dark=True))
 ALL_LOOKS = (*LOOKS, Look("wide-dark", 1280, dark=True), Look("narrow-light", 390, dark=False))
 
+FITTING_COLUMNS = 7
+"""Tables of up to so many columns have to fit on a phone. Wider ones scroll."""
+
 
 def main(site: Path, pictures: Path) -> int:
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
@@ -62,6 +66,9 @@ def _visit(browser: Browser, home: str, pages: list[str], site: Path, pictures: 
             width = browser.page_width()
             if width > look.width:
                 faults.append(f"{page}: {width} pixels wide where {look.width} are there")
+            for columns, words in browser.scrolled_tables():
+                if columns <= FITTING_COLUMNS:
+                    faults.append(f"{page}: a table of {columns} columns is cut at {look.width} pixels: {words!r}")
             if not page.startswith("source/"):
                 browser.save_picture(pictures / f"{page.removesuffix('.html').replace('/', '-')}-{look.name}.png")
         anchors[page], links[page] = browser.anchors(), browser.links()

@@ -68,6 +68,13 @@ class Browser:
     def page_width(self) -> int:
         return int(self._driver.execute_script("return document.documentElement.scrollWidth"))
 
+    def scrolled_tables(self) -> list[tuple[int, str]]:
+        """The columns and the first words of each table that is wider than the page."""
+        script = """return [...document.querySelectorAll('article table')]
+                                .filter(each => each.clientWidth > each.closest('article').clientWidth)
+                                .map(each => [each.rows[0].cells.length, each.rows[0].innerText.slice(0, 40)])"""
+        return [(int(columns), str(words)) for columns, words in self._driver.execute_script(script)]
+
     def anchors(self) -> set[str]:
         """Every id of the page."""
         return set(self._driver.execute_script("return [...document.querySelectorAll('[id]')].map(each => each.id)"))

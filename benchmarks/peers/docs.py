@@ -20,9 +20,9 @@ from benchmarks.timing import Measurement
 
 PAGE = Path(__file__).parents[2] / "docs" / "peers.md"
 PICTURES = (
-    ("peers-step.png", (5.5, 10), partial(plot.draw_peers, kind="step")),
-    ("peers-loop.png", (5.5, 7), partial(plot.draw_peers, kind="loop")),
-    ("scaling.png", (13, 7.5), plot.draw_curves),
+    ("peers-step.png", (5, 10), partial(plot.draw_peers, kind="step")),
+    ("peers-loop.png", (5, 7), partial(plot.draw_peers, kind="loop")),
+    ("scaling.png", (5, 13), plot.draw_curves),
 )
 
 

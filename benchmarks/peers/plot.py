@@ -26,7 +26,7 @@ def draw_peers(figure: Figure, measurements: Sequence[Measurement], kind: str) -
         cases.setdefault(outcome.about, []).append(outcome)
     for axes, (about, found) in zip(figure.subplots(len(cases), squeeze=False).flat, cases.items(), strict=True):
         _beside(axes, kind, found)
-        axes.set_title(about, fontsize=8, loc="left")
+        axes.set_title(about, fontsize=9, loc="left", x=-0.4)
     figure.suptitle(
         f"{TITLES[kind].split(':')[0]}: how many times as long as rowstep (medians).\n"
         "Orange: the same rule, grey: another. Filled: one thread, open: more",
@@ -46,7 +46,7 @@ def _beside(axes: Axes, kind: str, found: Sequence[Outcome]) -> None:
             axes.plot(outcome.entries[peer.name].by_median, place, "o", color=colour, markerfacecolor=filled)
         ratios = ", ".join(multiple(outcome.entries[peer.name].by_median) for outcome in measured)
         shown = ratios or "left out" * any(peer.name in outcome.left_out for outcome in found)
-        axes.text(1, place, shown, transform=axes.get_yaxis_transform(), va="center", ha="right", fontsize=7)
+        axes.text(1, place, shown, transform=axes.get_yaxis_transform(), va="center", ha="right", fontsize=8)
     axes.axvline(1, color=OURS, linewidth=1)
     axes.set_xscale("log")
     low, high = axes.get_xlim()
@@ -54,24 +54,29 @@ def _beside(axes: Axes, kind: str, found: Sequence[Outcome]) -> None:
     axes.locator_params(axis="x", numticks=4)
     axes.xaxis.set_major_formatter("{x:,.7g}x")
     axes.xaxis.set_minor_formatter("")
-    axes.set_yticks(range(len(peers)), [peer.name for peer in peers], fontsize=8)
+    axes.set_yticks(range(len(peers)), [peer.name for peer in peers], fontsize=8.5)
     axes.set_ylim(-0.6, len(peers) - 0.4)
-    axes.tick_params(axis="x", labelsize=7)
+    axes.tick_params(axis="x", labelsize=8)
     axes.grid(alpha=0.2)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def draw_curves(figure: Figure, measurements: Sequence[Measurement]) -> None:
-    """A panel per axis, and the legend in the place of one more."""
+    """A panel per axis, one below the other for a phone, and the legend above."""
     shown = [axis for axis in LABELS if any(measured.kind == axis for measured in measurements)]
-    columns = min(3, len(shown) + 1)
-    panels = list(figure.subplots(-(-(len(shown) + 1) // columns), columns, squeeze=False).flat)
-    for axes, axis in zip(panels, shown, strict=False):
+    panels = list(figure.subplots(len(shown), squeeze=False).flat)
+    for axes, axis in zip(panels, shown, strict=True):
         _curve(axes, axis, [measured for measured in measurements if measured.kind == axis])
-    for axes in panels[len(shown) :]:
-        axes.set_axis_off()
-    panels[len(shown)].legend(*panels[0].get_legend_handles_labels(), loc="center", frameon=False)
-    figure.suptitle("Time of one step (median)")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(
+        handles,
+        labels,
+        loc="outside upper center",
+        ncols=2,
+        fontsize=8.5,
+        frameon=False,
+        title="Time of one step (median)",
+    )
 
 
 def _curve(axes: Axes, axis: str, measurements: Sequence[Measurement]) -> None:
@@ -96,8 +101,8 @@ def _curve(axes: Axes, axis: str, measurements: Sequence[Measurement]) -> None:
     else:
         axes.set_xscale("log")
         about = about.rpartition(", ")[0]  # without the point
-    axes.set_xlabel(f"{LABELS[axis]} ({about})", fontsize=8)
-    axes.set_ylabel("ms", fontsize=8)
-    axes.tick_params(labelsize=8)
+    axes.set_xlabel(f"{LABELS[axis]} ({about})", fontsize=9)
+    axes.set_ylabel("ms", fontsize=9)
+    axes.tick_params(labelsize=8.5)
     axes.grid(alpha=0.2)
     axes.spines[["top", "right"]].set_visible(False)

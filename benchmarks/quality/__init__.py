@@ -109,16 +109,17 @@ class QualitySuite(Suite):
         ]
         if not (measured := [panel for panel in panels if panel[2]]):
             return False
-        figure.set_size_inches(4 * len(measured), 5)
-        places = figure.subplots(1, len(measured), squeeze=False, sharey=True)[0]
+        figure.set_size_inches(5, 3.6 * len(measured))  # one below the other, for a phone
+        places = figure.subplots(len(measured), squeeze=False)[:, 0]
         for axes, (title, name, entries) in zip(places, measured, strict=True):
             axes.set_title(title, fontsize=10)
             _draw_panel(axes, [entry.figures[name] for entry in entries])
         labels = [f"{entry.name}\n{entry.state_bytes_per_weight:.2g} bytes a weight" for entry in measured[0][2]]
-        places[0].set_yticks(range(len(labels)), labels)
-        places[0].tick_params(axis="y", length=0, labelsize=8)
-        places[0].invert_yaxis()
-        figure.suptitle("Tables trained with less optimizer state: means over seeds, two standard errors", fontsize=11)
+        for axes in places:
+            axes.set_yticks(range(len(labels)), labels)
+            axes.tick_params(axis="y", length=0, labelsize=8)
+            axes.invert_yaxis()
+        figure.suptitle("Tables trained with less optimizer state:\nmeans over seeds, two standard errors", fontsize=10)
         return True
 
 

@@ -61,8 +61,8 @@ class SparseAdam(RowOptimizer):
             down at random, so that small changes are not lost. What is kept per row is at least float32.
         stochastic_rounding: round weights of 16 bits at random as well.
         seed: seed for stochastic rounding. The same seed gives the same numbers, for any number of threads.
-        foreach: how torch steps parameters with dense gradients.
-        fused: likewise; by default fused where that is safe.
+        foreach: use torch's foreach implementation for dense gradients.
+        fused: use torch's fused kernel for dense gradients; by default where that is safe.
         capturable: refused if True.
         differentiable: refused if True.
         state_dir: a folder for the state, each part of it in a file of its own, which may be larger than memory. What

@@ -62,11 +62,11 @@ class DeferredAdam(RowOptimizer):
         eps: ε, added to the bias-corrected √v; above 0, or rows without a gradient would divide 0 by 0.
         weight_decay: refused unless 0 or decoupled. L2 added to the gradient cannot be deferred.
         amsgrad: normalise by the largest second moment so far.
-        foreach: how torch steps parameters with dense gradients.
+        foreach: use torch's foreach implementation for dense gradients.
         maximize: step up the gradient instead of down.
         capturable: refused if True.
         differentiable: refused if True.
-        fused: as ``foreach``; by default fused where that is safe.
+        fused: use torch's fused kernel for dense gradients; by default where that is safe.
         decoupled_weight_decay: shrink the weights themselves, as ``DeferredAdamW`` does.
         allow_stale: if a gradient's rows were not up to date when they were read, let them catch up inside the step
             instead of raising ``StaleRowsError``. Those gradients belong to weights that lack the momentum (and
@@ -414,10 +414,10 @@ class DeferredAdamW(DeferredAdam):
         weight_decay: the share of a weight, times lr, that a step takes away.
         amsgrad: normalise by the largest second moment so far.
         maximize: step up the gradient instead of down.
-        foreach: how torch steps parameters with dense gradients.
+        foreach: use torch's foreach implementation for dense gradients.
         capturable: refused if True.
         differentiable: refused if True.
-        fused: as ``foreach``; by default fused where that is safe.
+        fused: use torch's fused kernel for dense gradients; by default where that is safe.
         decoupled_weight_decay: False makes it ``DeferredAdam``, which refuses a weight decay.
         allow_stale: let rows that were not up to date when they were read catch up inside the step.
         second_moment: ``"element"`` or ``"row"``.
