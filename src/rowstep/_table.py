@@ -49,6 +49,7 @@ class Table:
         m, v = self.slots.get("exp_avg"), self.slots["exp_avg_sq_row" if spec.is_by_row else "exp_avg_sq"]
         self.dtypes = (param.dtype, v.dtype if m is None else m.dtype, v.dtype)
         tensors = (param, *self.slots.values())
+        self._place: Any
         (_, *self._place), *self._pieces = [
             (name, tensor, tensor.data_ptr(), (storage := tensor.untyped_storage()), storage.nbytes())
             for name, tensor in zip(("", *self.slots), tensors, strict=True)

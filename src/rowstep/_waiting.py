@@ -206,7 +206,8 @@ def _look_up(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         or is_traced()  # what is traced reads other rows later
     ):
         return None
-    param, keeper = _table_and_keeper(weight)
+    table: Any = weight
+    param, keeper = _table_and_keeper(table)
     if keeper is None:
         return func(*args, **kwargs)
     if kwargs.get("max_norm") is None:

@@ -22,7 +22,7 @@ from rowstep._memory import has_memory
 from tests.helpers.deferred_cases import LONG
 from tests.helpers.gradients import bits, rows_of, table
 
-COUNT = 10_000 if LONG else 50
+COUNT = 2_000 if LONG else 50
 
 ROWS = {0: [1, 4, 1], 2: [0, 2]}
 """For each table, the rows of its gradient. Parameter 1 has a dense one."""

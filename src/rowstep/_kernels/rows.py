@@ -126,6 +126,14 @@ def over_rows(kind: Kind) -> OverThreads:
             row_bytes = p_bytes + v_bytes + (m_bytes if has_momentum else 0)
             g_ahead = G_LINES_AHEAD // (g_bytes // CACHE_LINE + 1) + 1
             rows_ahead = TABLE_LINES_AHEAD // (row_bytes // CACHE_LINE + 1) + 1
+            # Read here, once: for all that LLVM knows, a row that is written may lie over the job.
+            notes, row_counts, u_at = pointer(job[NOTES_AT], types.int32), pointer(job[COUNTS_AT], _I), job[U_AT]
+            is_noted, is_counted, note, key = job[NOTES_AT] != 0, job[COUNTS_AT] != 0, job[NOTE], job[KEY]
+            beta1, eps, step_size = scalars[BETA1], scalars[EPS], scalars[STEP_SIZE]
+            one_minus_beta1, beta2, one_minus_beta2 = N(1 - beta1), N(scalars[BETA2]), N(1 - scalars[BETA2])
+            rate_of_all, eps_of_all, sign_of_all = N(step_size), N(eps), N(scalars[SIGN])
+            shrink, decay_by = N(scalars[SHRINK]), N(scalars[DECAY])
+            decay_n = only_if(inner_decay, decay_by)
             position_mask, here = (1 << shift) - 1, 0
             while here < end:
                 # Sum the occurrences of a row, and ask for the memory that those after them will need. Every
@@ -182,28 +190,22 @@ def over_rows(kind: Kind) -> OverThreads:
                         continue
 
                 # Step the row, unless a signal's handler has brought it past this step.
-                notes, row_counts = pointer(job[NOTES_AT], types.int32), pointer(job[COUNTS_AT], _I)
-                is_noted, is_counted = job[NOTES_AT] != 0, job[COUNTS_AT] != 0
-                if is_noted and notes[row] >= job[NOTE]:
+                if is_noted and notes[row] >= note:
                     continue
-                step_size, eps = scalars[STEP_SIZE], scalars[EPS]
+                rate, eps_n, sign = rate_of_all, eps_of_all, sign_of_all
                 if is_counted:
                     row_counts[row] += 1
                     correction = math.sqrt(1 - scalars[BETA2] ** row_counts[row])
-                    step_size = step_size * correction / (1 - scalars[BETA1] ** row_counts[row])
+                    rate = N(step_size * correction / (1 - beta1 ** row_counts[row]))
                     if corrects_eps:
-                        eps = eps * correction
-                m_key, p_key = state_key(row, job[KEY]), weights_key(row, job[KEY])
+                        eps_n = N(eps * correction)
+                m_key, p_key = state_key(row, key), weights_key(row, key)
                 p, m = pointer(p_at + row * p_bytes, P), pointer(m_at + row * m_bytes, M)
-                v, u = pointer(v_at + row * v_bytes, V), pointer(job[U_AT] + row * v_bytes, V)
-                one_minus_beta1 = N(1 - scalars[BETA1])
-                beta2, one_minus_beta2 = N(scalars[BETA2]), N(1 - scalars[BETA2])
-                rate, eps_n = N(step_size), N(eps)
-                sign, shrink, decay_n = N(scalars[SIGN]), N(scalars[SHRINK]), only_if(inner_decay, N(scalars[DECAY]))
+                v, u = pointer(v_at + row * v_bytes, V), pointer(u_at + row * v_bytes, V)
                 if is_by_row:
                     if has_decay:  # it is in the squares too
                         for c in range(columns):
-                            total[c] = sign * g[c] + N(scalars[DECAY]) * widen(p[c], N)
+                            total[c] = sign * g[c] + decay_by * widen(p[c], N)
                         g_row_at, g, sign = total_at, total, N(1)
                     square = N(sum_of_squares(g_row_at, columns, N) / max(columns, 1))
                     second = averaged(widen(v[0], N), square, beta2, one_minus_beta2, as_dense)
@@ -222,7 +224,7 @@ def over_rows(kind: Kind) -> OverThreads:
                     store(v, c, v_c, V, second_bits(bits))
                     store(u, c, u_c, V, second_bits(bits))  # by the bits of v, whose maximum it is
                 if is_noted:
-                    notes[row] = types.int32(job[NOTE])
+                    notes[row] = types.int32(note)
         pointer(launch[RESULTS_AT], _F64)[part] = result
         return _I(result) if is_step else 0
 
