@@ -1,6 +1,6 @@
 """State dicts and states that something was done to: refused as a whole, or both backends step from them alike.
 
-`make stress` tries 10,000 of each kind for each optimizer.
+`make stress` tries 2,000 of each kind for each optimizer.
 """
 
 from __future__ import annotations
