@@ -145,7 +145,7 @@ class StateSpec:
             second = state["exp_avg_sq_row"] if "exp_avg_sq_row" in state else state["exp_avg_sq"]
             seen: Tensor = second.reshape(*rows, -1).ne(0).any(dim=-1)
             return seen.to(torch.int64) * int(state["step"])
-        if slot.name == "exp_avg_sq_row" and "exp_avg_sq" in state:
+        if slot.name == "exp_avg_sq_row" and "exp_avg_sq" in state and param.numel():
             table: Tensor = state["exp_avg_sq"].reshape(*rows, -1)
             return table.mean(dim=-1, dtype=compute_dtype(param.dtype))
         if slot.is_per_row:

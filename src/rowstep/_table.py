@@ -124,7 +124,8 @@ class Table:
 
 
 def _is_for_kernels(tensor: Tensor) -> bool:
-    is_plain = tensor.is_contiguous() and not tensor.is_neg()
+    has_place = tensor.data_ptr() != 0 or not tensor.numel()  # which a tensor that wraps others has not
+    is_plain = tensor.is_contiguous() and not tensor.is_neg() and has_place
     return is_plain and (tensor.dtype in OF_KERNELS or tensor.dtype is torch.int64)
 
 

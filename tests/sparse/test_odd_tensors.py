@@ -1,4 +1,4 @@
-"""Tensors that look like others and are not: negated, zero without memory, expanded, freed."""
+"""Tensors that look like others and are not: negated, zero without memory, expanded, freed, wrapped, fake."""
 
 from __future__ import annotations
 
@@ -89,3 +89,34 @@ def test_a_square_table_that_is_transposed_in_place(optimizer: Any) -> None:
             step_with(each, param, grad.to_dense() if isinstance(each, torch.optim.Adam) else grad)
             param.data = param.data.t()
     assert torch.allclose(params[0], params[1])
+
+
+def test_a_parameter_that_wraps_others_has_no_address() -> None:
+    two = pytest.importorskip("torch.testing._internal.two_tensor").TwoTensor
+    params: list[Any] = [Parameter(two(torch.zeros(10, 4), torch.zeros(10, 4))), Parameter(torch.zeros(10, 4))]
+    for param in params:
+        optimizer = SparseAdam([param], lr=0.1)
+        step_with(optimizer, param, rows_of(param, [1, 2]))
+    assert torch.equal(params[0].a != 0, params[1] != 0)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_fake_gradients_have_no_address() -> None:
+    """Their ids cannot be checked, so torch says that it would need their numbers."""
+    fake_tensor = pytest.importorskip("torch._subclasses.fake_tensor")
+    with fake_tensor.FakeTensorMode():
+        param = Parameter(torch.zeros(10, 4))
+        param.grad = sparse(torch.zeros(1, 2, dtype=torch.int64), torch.ones(2, 4), (10, 4), checked=False)
+        with pytest.raises(fake_tensor.DataDependentOutputException):
+            SparseAdam([param]).step()
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (5, 0)])
+def test_a_table_without_numbers_turns_to_a_moment_per_row(shape: tuple[int, int]) -> None:
+    param = Parameter(torch.zeros(shape))
+    optimizer = SparseAdam([param])
+    step_with(optimizer, param, rows_of(param, []))
+    optimizer.param_groups[0]["second_moment"] = "row"
+    with pytest.warns(UserWarning, match="state converted"):
+        step_with(optimizer, param, rows_of(param, []))
+    assert torch.equal(optimizer.state[param]["exp_avg_sq_row"], torch.zeros(shape[0]))

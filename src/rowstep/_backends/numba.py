@@ -61,6 +61,7 @@ def words_of(gradient: RowGradient, note: int = 0) -> bytes | None:
     rows_at, values_at = gradient.indices.data_ptr(), values.data_ptr()
     if not (rows_at and values_at):
         gradient.check_memory()
+        return None  # a fake tensor, say, which only looks as if it had some
     return _WORDS.pack(rows_at, count, values_at, stride * values.itemsize, (count - 1).bit_length(), note)
 
 
