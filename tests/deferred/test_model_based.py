@@ -45,6 +45,8 @@ class DenseModel(TableModel):
             g.precision = precision_of(self.dtype)
             self.move(lead, rows, g, self.steps, as_dense=True, torchs=True)
             return
+        if not self.waits and self.options["amsgrad"]:
+            self._raise_maximum(lead)
         self.waits = True
         dtype = widest(self.dtype, self.state_dtype, gradient.dtype)
         rows, g = gradient.rows_of_first_dimension(self.shape, dtype)
@@ -55,6 +57,12 @@ class DenseModel(TableModel):
         self.move(lead, rows, g, self.steps, as_dense=True)
         self.current[:] = False
         self.current[rows] = True
+
+    def _raise_maximum(self, lead: tuple[int, ...]) -> None:
+        """When rows begin to wait, amsgrad's maximum is made what the next step would make it, in its own dtype."""
+        rows, precision = np.arange(lead[0]), precision_of(self.state_dtype)
+        largest, second = (self.slots[key].rows(lead, rows, precision) for key in ("max_exp_avg_sq", "exp_avg_sq"))
+        self.slots["max_exp_avg_sq"].write(lead, rows, largest.maximum(second * self.options["betas"][1]))
 
     def settle(self) -> None:
         """Changed betas, eps or amsgrad bring every row up to date before the next step."""
