@@ -15,6 +15,7 @@ import torch
 from hypothesis import settings
 
 from rowstep._kernels.pace import Pace
+from tests.helpers.crash_records import *  # noqa: F403  hooks of pytest
 from tests.helpers.ranks import Ranks
 
 # Where all test runs of this user keep compiled kernels. Numba reads it once, when it is imported, and only the first
