@@ -95,9 +95,8 @@ def test_bench_refuses_to_time_results_that_differ(
 def test_quick_deferred_bench_writes_all_measurements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = run(tmp_path, "deferred", "--quick", "--repeats", "2", "--threads", "1")
     shown = capsys.readouterr().out
-    for part in ("catch-up before it, when", "Flush of all", "as long as torch Adam", "held-out"):
+    for part in ("catch-up before it, when", "Flush of all", "as long as torch Adam"):
         assert part in shown
-    assert is_png(tmp_path / "deferred.png")
     beside_dense = {deferred.DEFERRED, deferred.MADE_DENSE, contenders.ADAM}
     assert contenders_of(document) == {
         ("step", "zipf-20k"): {deferred.DEFERRED, deferred.SPARSE, contenders.TORCH},
@@ -106,9 +105,6 @@ def test_quick_deferred_bench_writes_all_measurements(tmp_path: Path, capsys: py
         ("share", "5%-of-10k"): beside_dense,
         ("share", "30%-of-10k"): beside_dense,
     }
-    losses = document["curves"]["losses"]
-    assert losses["DeferredAdam"] == pytest.approx(losses["dense Adam"], rel=1e-4)
-    assert losses["SparseAdam"] != pytest.approx(losses["dense Adam"], rel=1e-2)
 
 
 def test_break_even_lies_between_the_shares_measured() -> None:
@@ -214,7 +210,7 @@ def test_the_picture_of_the_readme_comes_with_its_paragraph(tmp_path: Path, caps
         assert "dense Adam's step takes 200 ms, `DeferredAdam`'s 10.0 (20.0x faster)" in text
         assert "from 1k to 10k rows its time grows 200x. `SparseAdam`'s grows 2.0x" in text
         assert "Up to 1k rows, dense Adam is faster than `DeferredAdam`." in text
-    assert all(is_png(tmp_path / "docs" / f"scaling-rows{which}.png") for which in ("", "-dark"))
+    assert is_png(tmp_path / "docs" / "scaling-rows.png")
     assert json.loads((tmp_path / rows.DATA).read_text()) == json.loads(given)
 
     (tmp_path / "rows.json").write_text(json.dumps(measured | {"quick": True}))
