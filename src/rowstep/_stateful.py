@@ -68,6 +68,7 @@ class StatefulOptimizer(Optimizer):
             >>> table.weight.shape, table.weight[4]
             (torch.Size([5, 2]), tensor([0., 0.], grad_fn=<SelectBackward0>))
         """
+        self._group_of(param)
         self._operate(param, lambda state: _surgery.grow(param, state, rows, init))
 
     @torch.no_grad()
@@ -141,8 +142,7 @@ class StatefulOptimizer(Optimizer):
         self._operate(param, lambda state: _surgery.reset(state, rows))
 
     def _operate(self, param: Tensor, change: Callable[[State], None]) -> None:
-        """Change the rows of a parameter and of its state."""
-        self._group_of(param)
+        """Change the rows of a parameter of this optimizer and of its state."""
         with self._lock:
             state = self.state.get(param, {})
             if reason := misfit(state, param):

@@ -130,7 +130,7 @@ class DeferredAdam(RowOptimizer):
     def __del__(self) -> None:
         """A model may outlive its optimizer: whatever rows still wait then are brought up to date."""
         if not sys.is_finalizing():
-            flush_orphans(_pending_in(vars(self).get("_tables", {})))
+            flush_orphans(self._all_pending() if "_tables" in vars(self) else [])
 
     _zero_allowed = True  # as torch's Adam has it
     _defers = True
@@ -209,7 +209,7 @@ class DeferredAdam(RowOptimizer):
         return None if table is None else table.pending
 
     def _all_pending(self) -> list[Deferral]:
-        return _pending_in(self._tables)
+        return [table.pending for table in self._tables.values() if table.pending is not None]
 
     def _settle(self, all_pending: Iterable[Deferral]) -> None:
         """Flush, unless somebody has written to a table behind our back."""
@@ -366,7 +366,6 @@ class DeferredAdam(RowOptimizer):
             raise StaleRowsError(_stale_message(stale, len(rows)))
 
     def _operate(self, param: Tensor, change: Callable[[State], None]) -> None:
-        self._group_of(param)
         with self._lock:
             pending = self._pending(param)
             if pending is not None:
@@ -467,10 +466,6 @@ class DeferredAdamW(DeferredAdam):
             allow_stale=allow_stale, second_moment=second_moment, state_dtype=state_dtype,
             stochastic_rounding=stochastic_rounding, seed=seed,
         )  # fmt: skip
-
-
-def _pending_in(tables: Mapping[int, Table]) -> list[Deferral]:
-    return [table.pending for table in tables.values() if table.pending is not None]
 
 
 def _check_decay(lr: Any, weight_decay: float, where: str) -> None:
