@@ -126,14 +126,11 @@ def test_quick_distributed_bench_writes_all_measurements(
     before = set(multiprocessing.active_children())
     document = run(tmp_path, "distributed", "--quick", "--repeats", "2")
     shown = capsys.readouterr().out
-    for part in ("the busiest of 8", "Messages of a step", "One training step", "Where the step of a sharded table"):
+    for part in ("One training step", "Where the step of a sharded table"):
         assert part in shown
     assert set(multiprocessing.active_children()) == before
     names = ("zipf-20k-1", "zipf-20k-2", "3-tables-2")
     assert contenders_of(document) == {("step", name): set(training.WAYS) for name in names}
-    assert [(found["tables"], found["collectives"]) for found in document["messages"]] == [(1, 6), (5, 6)]
-    for found in document["messages"]:
-        assert found["sent"] == pytest.approx(found["formula"], rel=0.1)  # few ids: chance decides who owns them
     for found in document["stages_ms"]:
         timed = {stage for stage, time in found["stages"].items() if time > 0}
         assert timed == set(training.STAGES if "2 ranks" in found["about"] else training.PHASES)
