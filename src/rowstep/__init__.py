@@ -30,17 +30,7 @@ _HOME = {
     "select_rows_": "._surgery",
 }
 
-__all__ = [
-    "DeferredAdam",
-    "DeferredAdamW",
-    "HostEmbedding",
-    "SparseAdam",
-    "StaleRowsError",
-    "clip_grad_norm_",
-    "clip_grad_value_",
-    "prefetched",
-    "select_rows_",
-]
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:
