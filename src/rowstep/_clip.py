@@ -202,10 +202,10 @@ def _total_norm(parameters: list[Tensor], norm_type: float, foreach: bool | None
         return torch.nn.utils.get_total_norm(dense, norm_type, foreach=foreach)
     device, dtype = (*dense, *sparse)[0].device, compute_dtype(*(grad.dtype for grad in (*dense, *sparse)))
     gradients = [_checked(grad) for grad in sparse]
-    # Of a power that is not above 0, the rows that a gradient does not name count as well.
+    # With a power of 0 or below, the rows that a gradient does not name count as well.
     backends = [_backends.for_gradient(each) if norm_type > 0 else _backends.reference for each in gradients]
     norms: list[Any] = [each.norm(gradient, norm_type) for each, gradient in zip(backends, gradients, strict=True)]
-    # Of order 0 the norm counts tensors that are not 0, so they may not be put together by twos or threes.
+    # The norm of order 0 counts the tensors that are not 0, so each of them is measured by itself.
     parts = [[grad] for grad in dense] if norm_type == 0 else [dense] if dense else []
     of_dense = [torch.nn.utils.get_total_norm(part, norm_type, foreach=foreach) for part in parts]
     if any(isinstance(norm, Tensor) for norm in norms):  # on a GPU, which nobody has waited for

@@ -141,7 +141,7 @@ def as_global_state(state: State, param: Tensor) -> State:
 
 
 def as_local_state(state: State, param: Tensor) -> State:
-    """What of a loaded state belongs to this parameter, be it a part of a table or a whole one.
+    """The part of a loaded state that belongs to this parameter, which may be a part of a table or a whole one.
 
     A state for a whole parameter that came without constants was never spread, whatever its shape.
     """

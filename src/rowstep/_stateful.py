@@ -20,7 +20,7 @@ from ._state import State, StateSpec, misfit, row_moment_flaw
 from ._state_files import StateFiles
 from ._surgery import Init
 from ._table import Table
-from ._torch_internals import plainly
+from ._torch_internals import without_torch_function
 
 Group = dict[str, Any]
 
@@ -235,7 +235,7 @@ class StatefulOptimizer(Optimizer):
             check_structure(state_dict)
             given.update(_part.for_each_param(state_dict, self._all_params(), _part.as_local_state))
             given["param_groups"] = [self._with_own(index, group) for index, group in enumerate(given["param_groups"])]
-            plainly(check_states, given, self._all_params())
+            without_torch_function(check_states, given, self._all_params())
             for index, (own, new) in enumerate(zip(own_groups, given["param_groups"], strict=False)):
                 where = f" in group {index} of the loaded state"
                 check_learning_rate((own | new)["lr"], zero_allowed=True, where=where)

@@ -29,14 +29,14 @@ from torch.nn import functional as F  # noqa: N812  # as torch's own documents h
 from ._torch_internals import (
     as_its_class,
     break_graph,
-    call_plainly,
+    call_without_torch_function,
     dispatches_itself,
     is_making_a_parameter,
     is_traced,
     is_wrapped,
     leave_uncompiled,
-    plainly,
     untraced,
+    without_torch_function,
 )
 
 _HOLD = "_rowstep_hold"
@@ -79,7 +79,7 @@ class Waiting:
                 "this read depends on the ids, so it cannot be part of a graph. Use fullgraph=False"
             )
         if func in _LOOKUPS:
-            found = call_plainly(_look_up, (), (func, types, args, kwargs or {}), {})
+            found = call_without_torch_function(_look_up, (), (func, types, args, kwargs or {}), {})
             if found is not None:
                 return found
         return _see(func, types, args, kwargs or {})
@@ -87,7 +87,7 @@ class Waiting:
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """torch's own, which is called without a word to ``__torch_function__``."""
         bring_all_up_to_date([self])
-        return plainly(Tensor.set_, self, *args, **kwargs)
+        return without_torch_function(Tensor.set_, self, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if bring_all_up_to_date([self]):
@@ -108,12 +108,12 @@ leave_uncompiled(Waiting.__torch_function__)
 def _see(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Call a function that is handed something that waits, once that is up to date."""
     if func in _WITHOUT_NUMBERS or (func in _LIKE_ANOTHER and not isinstance(args[0], Waiting)):
-        return plainly(func, *args, **kwargs)
+        return without_torch_function(func, *args, **kwargs)
     if bring_all_up_to_date((args, kwargs)):
         if func is Tensor.detach and is_making_a_parameter(sys._getframe(2)):
             return as_its_class(args[0])
         return func(*args, **kwargs)  # other classes among the arguments may still have something to say
-    return plainly(func, *args, **kwargs)
+    return without_torch_function(func, *args, **kwargs)
 
 
 @functools.cache
@@ -229,7 +229,7 @@ _LOOKUPS: dict[Any, tuple[str, str]] = {
 }
 
 
-# Of their other arguments these take shape, dtype and device only.
+# These take only the shape, dtype and device of their other arguments.
 _LIKE_ANOTHER = frozenset([Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as])
 
 

@@ -18,7 +18,7 @@ from .._rules.rounding import step_key
 from .._schedule import Path, Schedule
 from .._state import MOMENTS, State, compute_dtype, count_tensor, counting, misfit, steps_taken
 from .._table import Table
-from .._torch_internals import is_faked, note_writes, plainly, without_modes, writes_to
+from .._torch_internals import is_faked, note_writes, without_modes, without_torch_function, writes_to
 from .._waiting import Waiting, keeper_of, release, watch
 
 # How far, relative to a row's own deferred move, the series may be off before terms are added one by one.
@@ -165,7 +165,7 @@ class Deferral:
     def flush(self, implementation: Any = None) -> None:
         """Bring every row up to date."""
         if not is_faked():
-            plainly(self.catch_up, range(self.table.row_count), implementation)
+            without_torch_function(self.catch_up, range(self.table.row_count), implementation)
             self.release()
 
     def count(self, schedule: Schedule) -> None:

@@ -20,7 +20,7 @@ from .._schedule import check_betas
 from .._state import State, StateSpec, misfit
 from .._surgery import check_inside, numbers_of
 from .._table import Job, Table
-from .._torch_internals import is_faked, plainly
+from .._torch_internals import is_faked, without_torch_function
 from .deferral import Deferral, StaleRowsError, begin, flush_orphans, raise_maximum
 
 _WAYS_OUT = (
@@ -171,11 +171,11 @@ class DeferredAdam(RowOptimizer):
         if is_faked(ids):
             return
         with self._lock:
-            rows = plainly(numbers_of, ids, param)
+            rows = without_torch_function(numbers_of, ids, param)
             pending = self._pending(param)
             if pending is not None:
-                plainly(pending.refuse_writes)
-                if plainly(pending.catch_up, rows):
+                without_torch_function(pending.refuse_writes)
+                if without_torch_function(pending.catch_up, rows):
                     return
         check_inside(rows, param)
 
@@ -214,7 +214,7 @@ class DeferredAdam(RowOptimizer):
     def _settle(self, all_pending: Iterable[Deferral]) -> None:
         """Flush, unless somebody has written to a table behind our back."""
         for pending in all_pending:
-            plainly(pending.refuse_writes)
+            without_torch_function(pending.refuse_writes)
         for pending in all_pending:
             pending.flush()
 
@@ -236,10 +236,10 @@ class DeferredAdam(RowOptimizer):
         pending.release()
 
     def _bring_up_to_date(self, param: Tensor, ids: Tensor | None) -> bool:
-        """Called before a waiting table is touched: by a lookup of ``ids``, ``plainly``, or as a whole if that is None.
+        """Called before a waiting table is touched: by a lookup of ``ids``, or as a whole if that is None.
 
-        Invalid ids are left to the lookup itself, which has its own error message for them; then nothing happens, and
-        this returns False.
+        A lookup calls this ``without_torch_function``. Invalid ids are left to the lookup itself, which has its own
+        error message for them; then nothing happens, and this returns False.
         """
         with self._lock:
             table = self._tables.get(id(param))

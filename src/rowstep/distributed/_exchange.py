@@ -30,7 +30,7 @@ from ._traffic import count
 _T = TypeVar("_T")
 
 Counts = list[list[int]]
-"""Of rows: by table, then by rank."""
+"""Numbers of rows, by table and then by rank."""
 
 
 class PeerError(RuntimeError):
