@@ -30,7 +30,10 @@ _HOME = {
     "select_rows_": "._surgery",
 }
 
-__all__ = list(_HOME)
+__all__ = [
+    "DeferredAdam", "DeferredAdamW", "HostEmbedding", "SparseAdam", "StaleRowsError", "clip_grad_norm_",
+    "clip_grad_value_", "prefetched", "select_rows_",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
