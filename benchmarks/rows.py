@@ -20,7 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from matplotlib.style import context
 
 from benchmarks import pages
 from benchmarks.cases import POOL, Case, short
@@ -37,16 +36,8 @@ QUICK = [Case("1000", 1_000, 8, 256), Case("10000", 10_000, 8, 256)]
 
 ROOT = Path(__file__).parents[1]
 ABOUT = "Time of a step against the rows of the table"
-PAGES = {
-    # GitHub chooses one of two pictures; the site turns its only one around (docs/stylesheets/extra.css).
-    "README.md": f"""\
-<picture>
-  <source media="(prefers-color-scheme: dark)" srcset="docs/scaling-rows-dark.png">
-  <img alt="{ABOUT}" src="docs/scaling-rows.png" width="600">
-</picture>""",
-    "docs/index.md": f"![{ABOUT}](scaling-rows.png)",
-}
-DATA = "docs/scaling-rows.json"  # its pictures are beside it, the one for dark pages with -dark
+PAGES = {"README.md": f"![{ABOUT}](docs/scaling-rows.png)", "docs/index.md": f"![{ABOUT}](scaling-rows.png)"}
+DATA = "docs/scaling-rows.json"  # its picture is beside it
 SIZE = 5, 3.8  # inches; a phone shows the picture at about half of its pixels
 NAMES = {
     ADAM: "torch Adam, dense",
@@ -54,8 +45,7 @@ NAMES = {
     DEFERRED: "rowstep DeferredAdam",
     ROWSTEP: "rowstep SparseAdam",
 }
-LIGHT = dict(zip(NAMES, ("#b5525c", "#e07b1a", "#2f8fb3", "#1b4d7a"), strict=True))
-DARK = dict(zip(NAMES, ("#f08a94", "#f2a65a", "#7fd0ee", "#8fb8ff"), strict=True))
+COLOURS = dict(zip(NAMES, ("#b5525c", "#e07b1a", "#2f8fb3", "#1b4d7a"), strict=True))
 
 
 class RowsSuite(Suite):
@@ -75,7 +65,7 @@ class RowsSuite(Suite):
 
     def draw(self, figure: Figure) -> bool:
         figure.set_size_inches(*SIZE)
-        draw(figure, self.measurements, LIGHT)
+        draw(figure, self.measurements)
         return True
 
 
@@ -94,11 +84,11 @@ def _lineup(case: Case) -> list[Contender]:
 # What the pages have
 
 
-def draw(figure: Figure, measurements: Sequence[Measurement], colours: dict[str, str]) -> None:
+def draw(figure: Figure, measurements: Sequence[Measurement]) -> None:
     """On the fewest threads measured, with each name at the end of its line: a phone shows no legend beside it."""
     shown = _on_fewest_threads(measurements)
     axes = figure.subplots()
-    for name, colour in colours.items():
+    for name, colour in COLOURS.items():
         taken = [measured.timings[name].median * 1e3 for measured in shown]
         axes.plot([int(measured.name) for measured in shown], taken, "-o", color=colour, markersize=3.5)
         label = f"{NAMES[name]}\n{milliseconds(shown[-1].timings[name].median)} ms"
@@ -166,11 +156,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         (given.root / page).write_text(pages.fill(text, {"rows": block}))
     data = given.root / DATA
     data.write_text(json.dumps(document, separators=(",", ":")) + "\n")
-    for suffix, style, colours in (("", "default", LIGHT), ("-dark", "dark_background", DARK)):
-        with context(style):
-            figure = pages.figure(*SIZE)
-            draw(figure, measurements, colours)
-            figure.savefig(data.with_name(f"{data.stem}{suffix}.png"), transparent=bool(suffix))
+    draw(figure := pages.figure(*SIZE), measurements)
+    figure.savefig(data.with_suffix(".png"))
     return 0
 
 

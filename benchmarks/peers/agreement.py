@@ -32,18 +32,15 @@ Floats: TypeAlias = NDArray[np.float32]
 State: TypeAlias = Mapping[str, Floats]
 
 
-def first_move(peer: Peer, gradient: Floats, rows: int) -> Floats:
-    """What the first step does to a table of so many rows, by its formula; ``gradient`` is of the rows that have one.
+def first_move(peer: Peer, gradient: Floats) -> Floats:
+    """What the first step does to the rows that have a gradient, by its formula.
 
     lr is 0.001, and eps small beside the gradient. Adam divides the gradient by the root of its own square, and Adagrad
     does no other in its first step. Both rules with one number per row divide by the root of the row's mean square.
-    A factored moment is that mean square times the column's mean over these rows, over the mean of all rows.
     """
-    if peer.rule in (Rule.ROW, Rule.ROW_ADAGRAD, Rule.FACTORED):
+    if peer.rule in (Rule.ROW, Rule.ROW_ADAGRAD):
         squares = np.square(gradient, dtype=np.float64)
         moment = squares.mean(1, keepdims=True)
-        if peer.rule is Rule.FACTORED:
-            moment = moment * squares.sum(0) / np.count_nonzero(moment) / (moment.sum() / rows)
         return np.asarray(-1e-3 * gradient / np.sqrt(np.where(moment > 0, moment, 1)), np.float32)
     size = 1e-3 * _correction(1 + peer.ahead) / _correction(1)
     return np.asarray(np.sign(gradient) * -size, np.float32)
@@ -73,7 +70,7 @@ class Agreement:
 
     def _check_first(self, worker: Process, table: int) -> None:
         rows, gradient = self.data.summed(0, table)
-        rows, move = sample(rows), sample(first_move(worker.peer, gradient, self.data.rows))
+        rows, move = sample(rows), sample(first_move(worker.peer, gradient))
         after = worker.state(table, rows)["weights"]
         compare(worker.peer, "weights after one step", after, self.data.weights_of(rows) + move)
         others = np.setdiff1d(np.arange(min(self.data.rows, SAMPLE)), self.data.ids[0, table])

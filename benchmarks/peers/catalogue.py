@@ -22,7 +22,6 @@ class Rule(enum.Enum):
     LAZY = "same"  # Adam on the rows that have a gradient
     DENSE = "Adam on all rows"  # as LAZY in the first step
     EIGHT_BITS = "Adam on all rows, 8-bit moments"  # as DENSE in the first step, before any moment is rounded
-    FACTORED = "factored second moment, no first"
     ROW = "one number per row, no first moment"
     ADAGRAD = "Adagrad"
     ROW_ADAGRAD = "row-wise Adagrad"
@@ -69,7 +68,6 @@ STEPS = (
         "bitsandbytes Adam8bit", "bitsandbytes_steps.Adam8bit", Rule.EIGHT_BITS, 14, BITSANDBYTES,
         remark="on the dense gradient: it refuses sparse ones",
     ),
-    Peer("Ember, dense", "torch_steps.Ember", Rule.FACTORED, 16, remark="our few lines in torch, from its formula"),
 )  # fmt: skip
 
 ROWSTEP_LOOP = Peer("EmbeddingBag, rowstep", "rowstep_steps.WholeLoop", Rule.LAZY, 12)

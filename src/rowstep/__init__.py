@@ -31,16 +31,9 @@ _HOME = {
 }
 
 __all__ = [
-    "DeferredAdam",
-    "DeferredAdamW",
-    "HostEmbedding",
-    "SparseAdam",
-    "StaleRowsError",
-    "clip_grad_norm_",
-    "clip_grad_value_",
-    "prefetched",
-    "select_rows_",
-]
+    "DeferredAdam", "DeferredAdamW", "HostEmbedding", "SparseAdam", "StaleRowsError", "clip_grad_norm_",
+    "clip_grad_value_", "prefetched", "select_rows_",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -33,7 +33,7 @@ from . import _before_sync
 from ._gradient import RowGradient
 from ._memory import is_in_file, read_from_file
 from ._table import Job
-from ._torch_internals import note_writes, plainly, writes_to
+from ._torch_internals import note_writes, without_torch_function, writes_to
 from ._waiting import Waiting, keeper_of, watch
 
 # An announced batch is forgotten when it was not used after so many steps, or so many others were announced.
@@ -304,7 +304,7 @@ class WaitingLock:
                     table.ahead.finish()
             while self.finished:
                 job, skipped = self.finished.popleft()
-                plainly(optimizer._after_launches, [job], skipped)
+                without_torch_function(optimizer._after_launches, [job], skipped)
         except BaseException:
             self._lock.release()
             raise
@@ -333,7 +333,7 @@ def _work() -> None:
     torch.set_grad_enabled(False)  # for this thread
     while True:
         ahead = _told.get()
-        plainly(ahead._do_next)
+        without_torch_function(ahead._do_next)
         del ahead  # a table lives on only while there is something to do
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-# For the sake of its import: from now on it sees every fork.
+# Imported for its side effect: from now on it sees every fork.
 from . import _fork as _fork
 from ._warnings import warn
 

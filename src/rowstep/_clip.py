@@ -2,6 +2,17 @@
 
 torch's own functions refuse sparse gradients. Here the norm of a sparse gradient is that of what it sums to, duplicates
 combined, as if it were dense; nothing of the table's size is made, and the gradient stays sparse.
+
+Autograd passes memory on wherever it can, so the values of a sparse gradient may also belong to somebody else:
+
+    a(ids) + cat([b(x), c(y)])       the gradients of b and c are views of a's
+    table(ids) + dense.view(n, d)    the gradient of the dense parameter is a view of the table's
+    table(ids).backward(g)           the gradient is a view of the caller's g
+    table(ids).sum().backward()      the gradient is one number, repeated by a stride of 0
+
+So a sparse gradient always gets new values, made before any gradient is written to. ``param.grad`` stays the same
+object. Dense gradients are torch's to scale, in place: others hold their memory on purpose (DistributedDataParallel's
+buckets, FSDP's shards).
 """
 
 from __future__ import annotations
@@ -16,7 +27,6 @@ from torch import Tensor
 from . import _backends
 from ._gradient import RowGradient, row_gradient
 from ._part import Peers, identities, part_of
-from ._scale import like_sparse, replace, scaled
 from ._state import compute_dtype
 from ._torch_internals import indices_of, values_of
 
@@ -77,10 +87,10 @@ def clip_grad_norm_(
     # Each gradient once, even if parameters share one. All new values come first: a dense gradient, which torch scales
     # in place, may be the memory of a sparse one.
     sparse, dense = _split(list({id(param.grad): param for param in parameters}.values()))
-    clipped = [(grad, scaled(grad, factor)) for grad in sparse]
+    clipped = [(grad, _scaled(grad, factor)) for grad in sparse]
     torch.nn.utils.clip_grads_with_norm_(dense, max_norm, total, foreach)
     for grad, entries in clipped:
-        replace(grad, entries)
+        _replace(grad, entries)
     return total
 
 
@@ -118,7 +128,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
     if dense:  # torch refuses an empty list
         torch.nn.utils.clip_grad_value_(dense, clip_value, foreach=foreach)
     for grad, entries in clamped:
-        replace(grad, entries)
+        _replace(grad, entries)
 
 
 def _split(parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -133,9 +143,24 @@ def _clamped_sums(grad: Tensor, clip_value: float) -> Tensor:
     _checked(grad, _backends.reference)  # coalesce trusts the indices
     indices, values = indices_of(grad), values_of(grad)
     # What claims to be coalesced may still hold duplicates.
-    summed = like_sparse(grad, indices, values.to(compute_dtype(grad.dtype)), coalesced=False).coalesce()
+    summed = _sparse(grad, indices, values.to(compute_dtype(grad.dtype)), is_coalesced=False).coalesce()
     clamped = summed.values().clamp(-clip_value, clip_value).to(grad.dtype)
-    return like_sparse(grad, summed.indices(), clamped, coalesced=True)
+    return _sparse(grad, summed.indices(), clamped, is_coalesced=True)
+
+
+def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
+    values = values_of(grad)
+    return _sparse(grad, indices_of(grad), values * factor.to(values.device), grad.is_coalesced())
+
+
+def _sparse(grad: Tensor, indices: Tensor, values: Tensor, is_coalesced: bool) -> Tensor:
+    return torch.sparse_coo_tensor(indices, values, grad.shape, is_coalesced=is_coalesced, check_invariants=False)
+
+
+def _replace(grad: Tensor, other: Tensor) -> None:
+    """Give ``grad`` the memory of ``other``. It stays the same object, and its old memory is as it was."""
+    grad.data = other
+    torch.autograd.graph.increment_version(grad)  # what a graph saved of it is out of date
 
 
 def _norm_over_ranks(parameters: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
@@ -177,10 +202,10 @@ def _total_norm(parameters: list[Tensor], norm_type: float, foreach: bool | None
         return torch.nn.utils.get_total_norm(dense, norm_type, foreach=foreach)
     device, dtype = (*dense, *sparse)[0].device, compute_dtype(*(grad.dtype for grad in (*dense, *sparse)))
     gradients = [_checked(grad) for grad in sparse]
-    # Of a power that is not above 0, the rows that a gradient does not name count as well.
+    # With a power of 0 or below, the rows that a gradient does not name count as well.
     backends = [_backends.for_gradient(each) if norm_type > 0 else _backends.reference for each in gradients]
     norms: list[Any] = [each.norm(gradient, norm_type) for each, gradient in zip(backends, gradients, strict=True)]
-    # Of order 0 the norm counts tensors that are not 0, so they may not be put together by twos or threes.
+    # The norm of order 0 counts the tensors that are not 0, so each of them is measured by itself.
     parts = [[grad] for grad in dense] if norm_type == 0 else [dense] if dense else []
     of_dense = [torch.nn.utils.get_total_norm(part, norm_type, foreach=foreach) for part in parts]
     if any(isinstance(norm, Tensor) for norm in norms):  # on a GPU, which nobody has waited for

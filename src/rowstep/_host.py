@@ -23,7 +23,7 @@ from torch.nn import functional as F  # noqa: N812  # as torch's own documents h
 
 from . import _ahead
 from ._memory import is_in_file
-from ._torch_internals import never_compiled, plainly
+from ._torch_internals import never_compiled, without_torch_function
 
 _CPU = torch.device("cpu")
 _Path = str | os.PathLike[str]
@@ -128,12 +128,12 @@ class HostEmbedding(nn.Embedding):
             rows, places = batch.distinct, batch.places
         padding = self._padding_among(rows)
         if batch is None:
-            plainly(ahead.read_files, rows)
+            without_torch_function(ahead.read_files, rows)
         with torch.no_grad():  # their gradient comes with _Arrived
             if batch is None or self.max_norm is not None:
                 gathered = F.embedding(rows, self.weight, None, self.max_norm, self.norm_type)
             else:
-                gathered = plainly(ahead.rows_of, batch, self.weight)
+                gathered = without_torch_function(ahead.rows_of, batch, self.weight)
         arrived, places = _transfer(gathered, self.device), _transfer(places, self.device)
         if self.mode is None:
             return _Arrived.apply(self.weight, arrived, rows, padding, places, self.scale_grad_by_freq)  # type: ignore[no-any-return,no-untyped-call]
@@ -175,7 +175,9 @@ class HostEmbedding(nn.Embedding):
             raise TypeError(f"ids is {found}; expected a tensor of torch.int64 or torch.int32")
         copied = ids.detach().to(_CPU, copy=True)  # data loaders use their buffers again
         is_elsewhere, may_read = self.device.type != "cpu", self.max_norm is None
-        plainly(_ahead.of_table(self.weight).announce, self.weight, copied, pinned=is_elsewhere, may_read=may_read)
+        without_torch_function(
+            _ahead.of_table(self.weight).announce, self.weight, copied, pinned=is_elsewhere, may_read=may_read
+        )
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

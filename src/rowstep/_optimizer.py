@@ -20,13 +20,7 @@ from torch.optim.optimizer import ParamsT
 from . import _ahead, _backends, _dense
 from ._gradient import RowGradient, check_gradient, outside_message
 from ._launches import Launches, add
-from ._options import (
-    check_is_number,
-    check_layouts,
-    check_learning_rate,
-    parameter_name,
-    refuse_idle_rounding,
-)
+from ._options import check_is_number, check_layouts, check_learning_rate, parameter_name, refuse_idle_rounding
 from ._rule import Rule
 from ._state import LARGEST_COUNT, State, StateSpec, misfit, row_moment_flaw, steps_taken
 from ._stateful import Group, StatefulOptimizer

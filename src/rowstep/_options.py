@@ -72,7 +72,14 @@ def check_group(group: Mapping[str, Any], where: str = "") -> None:
     folder = group.get("state_dir")
     if folder is not None and not isinstance(folder, (str, os.PathLike)):
         raise ValueError(f"Invalid state_dir: {folder!r}{where}; expected a path or None")
-    _check_kept(group, where)
+    second, seed = group.get("second_moment", "element"), group.get("seed", 0)
+    if second != "element" and group.get("amsgrad"):
+        raise ValueError(
+            f"amsgrad=True with second_moment={second!r} is not supported{where}: amsgrad keeps a maximum for every "
+            "weight, which is what this second moment does without. Use amsgrad=False or second_moment='element'"
+        )
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed <= LARGEST_SEED:
+        raise ValueError(f"Invalid seed: {seed!r}{where}; expected an integer in [0, 2^63)")
     if group.get("foreach") and group.get("fused"):
         raise RuntimeError(f"`fused` and `foreach` cannot be `True` together{where}; expected one of them")
     if group.get("capturable"):
@@ -85,18 +92,6 @@ def check_group(group: Mapping[str, Any], where: str = "") -> None:
             f"differentiable=True is not supported{where}: rows are updated in place, which autograd does not see. Use "
             "differentiable=False, or torch.optim.Adam"
         )
-
-
-def _check_kept(group: Mapping[str, Any], where: str) -> None:
-    """What tables keep, and how that is rounded."""
-    second, seed = group.get("second_moment", "element"), group.get("seed", 0)
-    if second != "element" and group.get("amsgrad"):
-        raise ValueError(
-            f"amsgrad=True with second_moment={second!r} is not supported{where}: amsgrad keeps a maximum for every "
-            "weight, which is what this second moment does without. Use amsgrad=False or second_moment='element'"
-        )
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed <= LARGEST_SEED:
-        raise ValueError(f"Invalid seed: {seed!r}{where}; expected an integer in [0, 2^63)")
 
 
 def refuse_idle_rounding(group: Mapping[str, Any], where: str) -> None:

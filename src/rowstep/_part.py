@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from ._memory import is_dtensor
 from ._state import SLOTS, State, row_slots
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.distributed.tensor import DTensor
 
 _MARK = "_rowstep_part"
@@ -31,21 +30,8 @@ ROW_ORDER = "rowstep_row_order"
 """The key under which state dicts keep the order of a table's rows, beside every tensor that is laid out in it."""
 
 
-class Peers(Protocol):
-    """The ranks that hold the parts of a table, this one included. They are equal where their group is the same."""
-
-    @property
-    def group(self) -> ProcessGroup:
-        """The ranks as torch knows them."""
-
-    def gather_numbers(self, measure: Callable[[], float], what: str, *about: object) -> list[float]:
-        """What every rank measures. If that raises on some rank, all ranks raise.
-
-        So they do unless all ranks call this with the same ``what``, in words, and ``about``, in plain values.
-        """
-
-    def before_step(self) -> None:
-        """Raise on all ranks if only some of them have run the backward pass of a lookup."""
+Peers = Any
+"""The ranks that hold the parts of a table, this one included: a ``GroupPeers`` of ``rowstep.distributed``."""
 
 
 @dataclass(eq=False)
@@ -54,7 +40,7 @@ class TablePart:
 
     order: RowOrder
     positions: range
-    peers: Peers | None
+    peers: Peers
     """None in a single process without torch.distributed."""
     is_everywhere: bool = False
     """Whether every rank has the whole table, instead of a part of it."""
@@ -155,7 +141,7 @@ def as_global_state(state: State, param: Tensor) -> State:
 
 
 def as_local_state(state: State, param: Tensor) -> State:
-    """What of a loaded state belongs to this parameter, be it a part of a table or a whole one.
+    """The part of a loaded state that belongs to this parameter, which may be a part of a table or a whole one.
 
     A state for a whole parameter that came without constants was never spread, whatever its shape.
     """

@@ -72,7 +72,7 @@ class StateSpec:
     ) -> None:
         self.second, self.has_momentum, self.amsgrad, self.is_counted = second, has_momentum, amsgrad, is_counted
         self.dtype = dtype
-        """Of numbers per element; None stands for the parameter's own."""
+        """The dtype of numbers per element; None stands for the parameter's own."""
         self.is_by_row = second == "row"
         self.is_rounded = dtype is not None and dtype.itemsize == 2
         """Whether moments are rounded at random: in 16 bits, if those were asked for."""

@@ -20,7 +20,7 @@ from ._state import State, StateSpec, misfit, row_moment_flaw
 from ._state_files import StateFiles
 from ._surgery import Init
 from ._table import Table
-from ._torch_internals import plainly
+from ._torch_internals import without_torch_function
 
 Group = dict[str, Any]
 
@@ -68,6 +68,7 @@ class StatefulOptimizer(Optimizer):
             >>> table.weight.shape, table.weight[4]
             (torch.Size([5, 2]), tensor([0., 0.], grad_fn=<SelectBackward0>))
         """
+        self._group_of(param)
         self._operate(param, lambda state: _surgery.grow(param, state, rows, init))
 
     @torch.no_grad()
@@ -141,8 +142,7 @@ class StatefulOptimizer(Optimizer):
         self._operate(param, lambda state: _surgery.reset(state, rows))
 
     def _operate(self, param: Tensor, change: Callable[[State], None]) -> None:
-        """Change the rows of a parameter and of its state."""
-        self._group_of(param)
+        """Change the rows of a parameter of this optimizer and of its state."""
         with self._lock:
             state = self.state.get(param, {})
             if reason := misfit(state, param):
@@ -235,7 +235,7 @@ class StatefulOptimizer(Optimizer):
             check_structure(state_dict)
             given.update(_part.for_each_param(state_dict, self._all_params(), _part.as_local_state))
             given["param_groups"] = [self._with_own(index, group) for index, group in enumerate(given["param_groups"])]
-            plainly(check_states, given, self._all_params())
+            without_torch_function(check_states, given, self._all_params())
             for index, (own, new) in enumerate(zip(own_groups, given["param_groups"], strict=False)):
                 where = f" in group {index} of the loaded state"
                 check_learning_rate((own | new)["lr"], zero_allowed=True, where=where)

@@ -11,6 +11,7 @@ Everything new is allocated first and put in place at the end: an error or an in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -70,23 +71,37 @@ def reset(state: State, rows: Tensor) -> None:
         raise
 
 
-def named_rows(param: Tensor, mask_or_ids: Tensor) -> Tensor:
-    """Row numbers from a mask over all rows or from a list of distinct ids."""
-    count = row_count(param)
-    if not isinstance(mask_or_ids, Tensor):
-        raise TypeError(f"ids is a {type(mask_or_ids).__name__}; expected a tensor of ids or a boolean mask")
-    if mask_or_ids.dim() != 1:
-        raise ValueError(f"ids has shape {tuple(mask_or_ids.shape)}; expected one dimension")
-    if mask_or_ids.dtype == torch.bool:
-        if len(mask_or_ids) != count:
-            raise ValueError(f"the mask has {len(mask_or_ids)} entries; expected {count}, one per row")
-        return mask_or_ids.nonzero().squeeze(1).to(param.device)
-    if mask_or_ids.is_floating_point() or mask_or_ids.is_complex():
-        raise TypeError(f"ids has dtype {mask_or_ids.dtype}; expected integers or a boolean mask")
-    rows = mask_or_ids.to(param.device, torch.int64)
+def numbers_of(ids: Tensor, param: Tensor) -> Tensor:
+    """Row numbers from ids of any shape, or from a mask over all rows."""
+    if type(ids) is Tensor and ids.dtype is torch.int64 and ids.is_cpu and param.is_cpu:  # by far the most frequent
+        return ids if ids.dim() == 1 and ids.is_contiguous() else ids.reshape(-1).contiguous()
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex():
+        found = f"has dtype {ids.dtype}" if isinstance(ids, Tensor) else f"is a {type(ids).__name__}"
+        raise TypeError(f"ids {found}; expected an integer tensor or a boolean mask")
+    numbers = ids.detach().reshape(-1)
+    if numbers.dtype == torch.bool:
+        count = math.prod(param.shape[:1])
+        if len(numbers) != count:
+            raise ValueError(f"the mask has {len(numbers)} entries; expected {count}, one per row")
+        numbers = numbers.nonzero().view(-1)
+    return numbers.to(device=param.device, dtype=torch.int64).contiguous()
+
+
+def check_inside(rows: Tensor, param: Tensor) -> None:
+    """Raise if one of these row numbers is not in the table."""
+    count = math.prod(param.shape[:1])
     outside = rows[(rows < 0) | (rows >= count)]
     if len(outside):
         raise IndexError(f"id {int(outside[0])} is outside the table; expected 0 <= id < {count}")
+
+
+def named_rows(param: Tensor, mask_or_ids: Tensor) -> Tensor:
+    """Row numbers from a mask over all rows or from a list of distinct ids."""
+    row_count(param)  # raises if there are no rows
+    rows = numbers_of(mask_or_ids, param)
+    if mask_or_ids.dim() != 1:
+        raise ValueError(f"ids has shape {tuple(mask_or_ids.shape)}; expected one dimension")
+    check_inside(rows, param)
     if len(torch.unique(rows)) != len(rows):
         raise ValueError("ids contains duplicates; expected each row at most once")
     return rows

@@ -47,7 +47,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from . import _torch_version as _torch_version  # for the sake of its import: it refuses a torch that is too old
+from . import _torch_version as _torch_version  # imported first: it refuses a torch that is too old
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -72,7 +72,7 @@ except ImportError:
 
 without_modes: Any = _disable_current_modes
 
-call_plainly: Any = torch._C._disabled_torch_function_impl
+call_without_torch_function: Any = torch._C._disabled_torch_function_impl
 
 # What torch.compile neither traces nor changes. ``torch.compiler.disable`` does the same, but imports the compiler at
 # once, 0.9 s of work that torch leaves to the first optimizer that is made.
@@ -122,7 +122,7 @@ def optimizer_step(step: Callable[..., Any]) -> Any:
         was_enabled = is_grad_enabled()
         set_grad_enabled(False)  # bare: as a context manager it takes 3 µs
         try:
-            call_plainly(step, (), (self,), {})
+            call_without_torch_function(step, (), (self,), {})
         finally:
             set_grad_enabled(was_enabled)
         return loss
@@ -204,18 +204,18 @@ is_traced: Any = _get_tracing_state or (lambda: None)
 """Something, while torch.jit.trace is recording; otherwise None."""
 
 
-def plainly(function: Callable[..., _R], *args: Any, **options: Any) -> _R:
-    """Call a function in which the class of a tensor has no say in what is done with it.
+def without_torch_function(function: Callable[..., _R], *args: Any, **options: Any) -> _R:
+    """Call a function with ``__torch_function__`` disabled: the class of a tensor has no say in what is done with it.
 
     Not a ``with`` statement: an interrupt that strikes where that ends would leave it in force.
     """
-    result: _R = call_plainly(function, (), args, options)
+    result: _R = call_without_torch_function(function, (), args, options)
     return result
 
 
 def dispatches_itself(cls: type[Tensor]) -> bool:
     """Whether a class of tensors has its own idea of what functions do with them."""
-    return cls not in (Tensor, nn.Parameter) and getattr(cls, "__torch_function__", None) != call_plainly
+    return cls not in (Tensor, nn.Parameter) and getattr(cls, "__torch_function__", None) != call_without_torch_function
 
 
 def as_its_class(tensor: Tensor) -> Tensor:

@@ -18,10 +18,9 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,21 +29,21 @@ from torch.nn import functional as F  # noqa: N812  # as torch's own documents h
 from ._torch_internals import (
     as_its_class,
     break_graph,
-    call_plainly,
+    call_without_torch_function,
     dispatches_itself,
     is_making_a_parameter,
     is_traced,
     is_wrapped,
     leave_uncompiled,
-    plainly,
     untraced,
+    without_torch_function,
 )
 
 _HOLD = "_rowstep_hold"
 
 
 class _Hold:
-    """The attribute of a waiting tensor: who keeps its table, and which table that is (None: the tensor itself).
+    """The attribute of a waiting tensor: its keeper, the optimizer, and which table it is of (None: the tensor itself).
 
     Some programs copy all attributes of a parameter to another tensor: it is not the other one's, and copies to None.
     And torch.utils.swap_tensors refuses a tensor that has a weak reference to it, as it should.
@@ -52,7 +51,7 @@ class _Hold:
 
     __slots__ = ("keeper", "owner", "table")
 
-    def __init__(self, tensor: Tensor, table: Tensor, keeper: weakref.ref[Keeper]) -> None:
+    def __init__(self, tensor: Tensor, table: Tensor, keeper: weakref.ref[Any]) -> None:
         self.owner, self.keeper = weakref.ref(tensor), keeper
         self.table = None if tensor is table else table
 
@@ -63,21 +62,6 @@ class _Hold:
 def _hold_of(tensor: Tensor) -> _Hold | None:
     hold = vars(tensor).get(_HOLD)
     return hold if hold is not None and hold.owner() is tensor else None
-
-
-class Keeper(Protocol):
-    """The optimizer under which rows wait."""
-
-    _lock: threading.RLock
-
-    def _bring_up_to_date(self, param: Tensor, ids: Tensor | None) -> bool:
-        """Bring these rows of the table, or all of them, up to date; ``release`` it if none waits any more.
-
-        If some of the ids are not in the table, nothing happens, and False is returned.
-        """
-
-    def _accept_writes(self, param: Tensor) -> None:
-        """A lookup has written to the rows that it has read."""
 
 
 class Waiting:
@@ -95,7 +79,7 @@ class Waiting:
                 "this read depends on the ids, so it cannot be part of a graph. Use fullgraph=False"
             )
         if func in _LOOKUPS:
-            found = call_plainly(_look_up, (), (func, types, args, kwargs or {}), {})
+            found = call_without_torch_function(_look_up, (), (func, types, args, kwargs or {}), {})
             if found is not None:
                 return found
         return _see(func, types, args, kwargs or {})
@@ -103,7 +87,7 @@ class Waiting:
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """torch's own, which is called without a word to ``__torch_function__``."""
         bring_all_up_to_date([self])
-        return plainly(Tensor.set_, self, *args, **kwargs)
+        return without_torch_function(Tensor.set_, self, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if bring_all_up_to_date([self]):
@@ -124,12 +108,12 @@ leave_uncompiled(Waiting.__torch_function__)
 def _see(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Call a function that is handed something that waits, once that is up to date."""
     if func in _WITHOUT_NUMBERS or (func in _LIKE_ANOTHER and not isinstance(args[0], Waiting)):
-        return plainly(func, *args, **kwargs)
+        return without_torch_function(func, *args, **kwargs)
     if bring_all_up_to_date((args, kwargs)):
         if func is Tensor.detach and is_making_a_parameter(sys._getframe(2)):
             return as_its_class(args[0])
         return func(*args, **kwargs)  # other classes among the arguments may still have something to say
-    return plainly(func, *args, **kwargs)
+    return without_torch_function(func, *args, **kwargs)
 
 
 @functools.cache
@@ -137,7 +121,7 @@ def _waiting_class(cls: type[Tensor]) -> type[Tensor]:
     return type(cls.__name__, (Waiting, cls), {"__module__": cls.__module__, "plain": cls})
 
 
-def watch(tensors: Iterable[Tensor], param: Tensor, keeper: weakref.ref[Keeper]) -> None:
+def watch(tensors: Iterable[Tensor], param: Tensor, keeper: weakref.ref[Any]) -> None:
     """From now on, ask the keeper before any torch function touches these tensors."""
     for tensor in tensors:
         cls: Any = type(tensor)
@@ -146,7 +130,7 @@ def watch(tensors: Iterable[Tensor], param: Tensor, keeper: weakref.ref[Keeper])
             tensor.__class__ = _waiting_class(cls)
 
 
-def release(tensors: Iterable[Tensor], keeper: weakref.ref[Keeper] | None) -> None:
+def release(tensors: Iterable[Tensor], keeper: weakref.ref[Any] | None) -> None:
     """Give these tensors back their plain class: nothing of them waits under this keeper, nor under another."""
     for tensor in tensors:
         hold = _hold_of(tensor) if isinstance(tensor, Waiting) else None
@@ -228,7 +212,7 @@ def _see_through(types: tuple[type[Tensor], ...]) -> bool:
     return not any(dispatches_itself(kind.plain if issubclass(kind, Waiting) else kind) for kind in types)
 
 
-def _table_and_keeper(tensor: Tensor) -> tuple[Tensor, Keeper | None]:
+def _table_and_keeper(tensor: Tensor) -> tuple[Tensor, Any]:
     hold = vars(tensor).get(_HOLD)
     if hold is None or hold.owner() is not tensor or (keeper := hold.keeper()) is None:
         # It is gone, and has left nothing that waits.
@@ -245,7 +229,7 @@ _LOOKUPS: dict[Any, tuple[str, str]] = {
 }
 
 
-# Of their other arguments these take shape, dtype and device only.
+# These take only the shape, dtype and device of their other arguments.
 _LIKE_ANOTHER = frozenset([Tensor.to, Tensor.type_as, Tensor.expand_as, Tensor.view_as, Tensor.reshape_as])
 
 

@@ -95,9 +95,8 @@ def test_bench_refuses_to_time_results_that_differ(
 def test_quick_deferred_bench_writes_all_measurements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = run(tmp_path, "deferred", "--quick", "--repeats", "2", "--threads", "1")
     shown = capsys.readouterr().out
-    for part in ("catch-up before it, when", "Flush of all", "as long as torch Adam", "held-out"):
+    for part in ("catch-up before it, when", "Flush of all", "as long as torch Adam"):
         assert part in shown
-    assert is_png(tmp_path / "deferred.png")
     beside_dense = {deferred.DEFERRED, deferred.MADE_DENSE, contenders.ADAM}
     assert contenders_of(document) == {
         ("step", "zipf-20k"): {deferred.DEFERRED, deferred.SPARSE, contenders.TORCH},
@@ -106,9 +105,6 @@ def test_quick_deferred_bench_writes_all_measurements(tmp_path: Path, capsys: py
         ("share", "5%-of-10k"): beside_dense,
         ("share", "30%-of-10k"): beside_dense,
     }
-    losses = document["curves"]["losses"]
-    assert losses["DeferredAdam"] == pytest.approx(losses["dense Adam"], rel=1e-4)
-    assert losses["SparseAdam"] != pytest.approx(losses["dense Adam"], rel=1e-2)
 
 
 def test_break_even_lies_between_the_shares_measured() -> None:
@@ -130,14 +126,11 @@ def test_quick_distributed_bench_writes_all_measurements(
     before = set(multiprocessing.active_children())
     document = run(tmp_path, "distributed", "--quick", "--repeats", "2")
     shown = capsys.readouterr().out
-    for part in ("the busiest of 8", "Messages of a step", "One training step", "Where the step of a sharded table"):
+    for part in ("One training step", "Where the step of a sharded table"):
         assert part in shown
     assert set(multiprocessing.active_children()) == before
     names = ("zipf-20k-1", "zipf-20k-2", "3-tables-2")
     assert contenders_of(document) == {("step", name): set(training.WAYS) for name in names}
-    assert [(found["tables"], found["collectives"]) for found in document["messages"]] == [(1, 6), (5, 6)]
-    for found in document["messages"]:
-        assert found["sent"] == pytest.approx(found["formula"], rel=0.1)  # few ids: chance decides who owns them
     for found in document["stages_ms"]:
         timed = {stage for stage, time in found["stages"].items() if time > 0}
         assert timed == set(training.STAGES if "2 ranks" in found["about"] else training.PHASES)
@@ -214,7 +207,7 @@ def test_the_picture_of_the_readme_comes_with_its_paragraph(tmp_path: Path, caps
         assert "dense Adam's step takes 200 ms, `DeferredAdam`'s 10.0 (20.0x faster)" in text
         assert "from 1k to 10k rows its time grows 200x. `SparseAdam`'s grows 2.0x" in text
         assert "Up to 1k rows, dense Adam is faster than `DeferredAdam`." in text
-    assert all(is_png(tmp_path / "docs" / f"scaling-rows{which}.png") for which in ("", "-dark"))
+    assert is_png(tmp_path / "docs" / "scaling-rows.png")
     assert json.loads((tmp_path / rows.DATA).read_text()) == json.loads(given)
 
     (tmp_path / "rows.json").write_text(json.dumps(measured | {"quick": True}))

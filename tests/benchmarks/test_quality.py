@@ -106,15 +106,8 @@ def test_lazy_bench_writes_all_figures_and_a_page(
 
 
 def test_page_needs_parts_of_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    document = {
-        "command": "a",
-        "machine": "m",
-        "seeds": 2,
-        "tuning_seeds": 1,
-        "quick": True,
-        "problems": [],
-        "bars": [],
-    }
+    alike = {"machine": "m", "seeds": 2, "tuning_seeds": 1, "quick": True}
+    document = alike | {"command": "a", "problems": [], "bars": []}
     file, other = tmp_path / "a.json", tmp_path / "b.json"
     file.write_text(json.dumps(document))
     other.write_text(json.dumps(document | {"seeds": 3}))

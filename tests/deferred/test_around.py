@@ -1,4 +1,4 @@
-"""Programs that act around a table that waits: shared states, aliases, copies, several optimizers, threads, memory."""
+"""Programs that act around a table that waits: aliases, copies, several optimizers, threads, memory."""
 
 from __future__ import annotations
 
@@ -12,61 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
-from torch.optim import Optimizer
+from torch import nn
 
 from rowstep import DeferredAdam, DeferredAdamW, clip_grad_norm_
 from tests.helpers.deferred_cases import distance, in_memory
 from tests.helpers.program_runs import ROWS, WIDTH, Run, optimizers
 
 pytestmark = pytest.mark.usefixtures("backend")
-
-
-def both(program: Callable[[Run, Optimizer], Any]) -> None:
-    """Run a program under dense AdamW and under DeferredAdamW, and hold the tables against each other."""
-    tables = []
-    for which in optimizers():
-        run = Run(*which)
-        optimizer = run.make(run.table.parameters())
-        run.train(run.table, optimizer, 10)
-        program(run, optimizer)
-        run.train(run.table, optimizer, 5)
-        tables.append(run.table.weight.detach().clone())
-    assert distance(*tables) <= 1e-12
-
-
-def test_a_state_dict_that_is_loaded_twice() -> None:
-    """torch's classes go on with the tensors that they were given, the count among them."""
-
-    def program(run: Run, optimizer: Optimizer) -> None:
-        saved = copy.deepcopy(optimizer.state_dict())
-        for _ in range(2):
-            optimizer.load_state_dict(saved)
-            run.train(run.table, optimizer, 10)
-
-    both(program)
-
-
-def test_two_optimizers_that_share_a_state() -> None:
-    def program(run: Run, optimizer: Optimizer) -> None:
-        other = run.make(run.table.parameters(), lr=0.02)
-        other.load_state_dict(optimizer.state_dict())
-        for _ in range(5):
-            run.train(run.table, other)
-            run.train(run.table, optimizer)
-
-    both(program)
-
-
-def test_a_state_dict_is_live() -> None:
-    """What is put into the dicts of ``state_dict()`` is the optimizer's, as in torch."""
-
-    def program(run: Run, optimizer: Optimizer) -> None:
-        state = optimizer.state_dict()["state"][0]
-        state["exp_avg"] = torch.zeros_like(state["exp_avg"])
-
-    both(program)
 
 
 READS: dict[str, Callable[[nn.Embedding, Any], object]] = {
@@ -93,16 +45,6 @@ def test_a_write_through_an_alias_is_an_error_for_every_read(name: str) -> None:
     optimizer.flush()  # the weights are meant as they are
     READS[name](run.table, optimizer)
     run.train(run.table, optimizer, 5)
-
-
-def test_a_table_that_is_set_to_another() -> None:
-    """torch asks nobody before this one."""
-
-    def program(run: Run, optimizer: Optimizer) -> None:
-        with torch.no_grad():
-            run.table.weight.set_(torch.full((ROWS, WIDTH), 0.3, dtype=torch.float64))  # type: ignore[call-overload]
-
-    both(program)
 
 
 def test_parameters_over_the_same_memory_are_refused() -> None:
@@ -191,25 +133,6 @@ def test_a_parameter_made_of_a_table_that_waits() -> None:
         assert made.requires_grad == (make != nn.Embedding.from_pretrained)
         assert torch.equal(made, run.table.weight)
         assert made.data_ptr() == run.table.weight.data_ptr()
-
-
-def test_tables_that_are_cut_from_one_buffer() -> None:
-    results = []
-    for make, sparse in optimizers():
-        run = Run(make, sparse)
-        buffer = torch.randn(2 * ROWS, WIDTH, dtype=torch.float64)
-        tables = [nn.Parameter(buffer[:ROWS]), nn.Parameter(buffer[ROWS:])]
-        both = [make([table]) for table in tables]
-        for step in range(30):
-            number = step % 3 == 0
-
-            def look_up(ids: Tensor, table: Tensor = tables[number], sparse: bool = sparse) -> Tensor:
-                return functional.embedding(ids, table, sparse=sparse)
-
-            run.train(look_up, both[number])
-        results.append([table.detach().clone() for table in tables])
-    for one, other in zip(*results, strict=True):
-        assert distance(one, other) <= 1e-12
 
 
 def test_tables_that_were_cut_from_one_buffer_and_converted() -> None:

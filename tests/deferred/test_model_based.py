@@ -187,11 +187,7 @@ class DeferredAdamRun(Program):
             self.each(train)
             self.both_backends_are_the_models()
 
-    @rule(
-        number=which,
-        sketch=sketches(),
-        ready=st.sampled_from(["caught up", "flushed", "may be stale", "no"]),
-    )
+    @rule(number=which, sketch=sketches(), ready=st.sampled_from(["caught up", "flushed", "may be stale", "no"]))
     def step(self, number: int, sketch: Sketch, ready: str) -> None:
         index = self.index(number)
         gradient = self.gradient(index, sketch)

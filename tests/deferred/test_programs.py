@@ -6,6 +6,7 @@ Each program is written once and run twice, with torch's dense AdamW and with ou
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -229,3 +230,43 @@ def a_frozen_table(run: Run) -> Iterator[Tensor]:
     run.table.requires_grad_(True)
     yield run.train(run.table, optimizer, 20)
     yield run.table.weight
+
+
+@program
+def states_loaded_twice_shared_and_edited(run: Run) -> Iterator[Tensor]:
+    """torch's classes go on with the tensors that they were given, the count among them."""
+    one, other = run.make(run.table.parameters()), run.make(run.table.parameters(), lr=0.02)
+    run.train(run.table, one, 10)
+    saved = copy.deepcopy(one.state_dict())
+    for _ in range(2):
+        one.load_state_dict(saved)
+        yield run.train(run.table, one, 10)
+    other.load_state_dict(one.state_dict())
+    for step in range(10):
+        yield run.train(run.table, (other, one)[step % 2])
+    state = one.state_dict()["state"][0]
+    state["exp_avg"] = torch.zeros_like(state["exp_avg"])  # what is put into these dicts is the optimizer's
+    yield run.train(run.table, one, 5)
+    yield run.table.weight
+
+
+@program
+def a_table_that_is_set_to_another(run: Run) -> Iterator[Tensor]:
+    """torch asks nobody before this one."""
+    optimizer = run.make(run.table.parameters())
+    run.train(run.table, optimizer, 10)
+    with torch.no_grad():
+        run.table.weight.set_(torch.full((ROWS, WIDTH), 0.3, dtype=torch.float64))  # type: ignore[call-overload]
+    yield run.train(run.table, optimizer, 5)
+    yield run.table.weight
+
+
+@program
+def tables_that_are_cut_from_one_buffer(run: Run) -> Iterator[Tensor]:
+    buffer = torch.randn(2 * ROWS, WIDTH, dtype=torch.float64)
+    tables: list[Tensor] = [nn.Parameter(buffer[:ROWS]), nn.Parameter(buffer[ROWS:])]
+    both = [run.make([table]) for table in tables]
+    for step in range(30):
+        look_up = functools.partial(functional.embedding, weight=tables[step % 3 == 0], sparse=run.sparse)
+        run.train(look_up, both[step % 3 == 0])
+    yield torch.cat(tables)

@@ -44,7 +44,7 @@ LAYERS = {
 NOWHERE = ("unittest", "tests", "benchmarks")
 
 EXCEPTIONS = {
-    ("rowstep._rules.adam", "torch"),  # for type checkers only
+    ("rowstep._rules.adam", "torch")  # for type checkers only
 }
 
 

@@ -78,9 +78,4 @@ def _full_parts(name: str) -> list[str]:
         suite.close()
 
 
-_CHECKS: dict[str, Callable[[list[str]], None]] = {
-    "make": _make,
-    "pip": _pip,
-    "python": _python,
-    "rowstep": _rowstep,
-}
+_CHECKS: dict[str, Callable[[list[str]], None]] = {"make": _make, "pip": _pip, "python": _python, "rowstep": _rowstep}

@@ -38,8 +38,7 @@ class Reader:
 
 READERS: dict[str, Reader] = {
     "README.md": Reader(
-        given={0: "batches = [(torch.randint(0, 1000, (8, 3)), torch.zeros(8, 1))] * 2"},
-        smaller={"1_000_000": "1_000"},
+        given={0: "batches = [(torch.randint(0, 1000, (8, 3)), torch.zeros(8, 1))] * 2"}, smaller={"1_000_000": "1_000"}
     ),
     "docs/deferred.md": Reader(
         given={
@@ -58,7 +57,7 @@ READERS: dict[str, Reader] = {
             1: """
                 adamw = torch.optim.AdamW(TwoTowers().parameters())
             """,
-        },
+        }
     ),
     "docs/distributed.md": Reader(
         given={
@@ -94,7 +93,7 @@ READERS: dict[str, Reader] = {
         ranks=2,
     ),
     "docs/memory.md": Reader(
-        given={0: "from rowstep import SparseAdam; params = [torch.nn.Parameter(torch.ones(9, 8))]"},
+        given={0: "from rowstep import SparseAdam; params = [torch.nn.Parameter(torch.ones(9, 8))]"}
     ),
     "docs/trainers.md": Reader(elsewhere="tests/integration/test_engram_peft.py"),
 }

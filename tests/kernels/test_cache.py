@@ -45,7 +45,8 @@ def new_process() -> Any:
 def was_on_disk(kernel: Any) -> bool:
     """Whether the kernel was loaded and not compiled, by its first call; the result is checked."""
     assert kernel.call(1) == 2
-    hits, misses = (sum(counter.values()) for counter in kernel._dispatcher.stats[1:])
+    dispatcher = kernel._dispatcher
+    hits, misses = (sum(counter.values()) for counter in (dispatcher._cache_hits, dispatcher._cache_misses))
     assert hits + misses == 1
     return bool(hits)
 

@@ -34,7 +34,11 @@ def test_new_rows_are_what_a_function_makes_of_them() -> None:
         (lambda opt, p: opt.grow(p, 2, torch.zeros(3, 2)), ValueError, r"init has shape \(3, 2\); expected \(2, 2\)"),
         (lambda opt, p: opt.keep_rows(p, torch.tensor([4])), IndexError, "id 4 is outside .* 0 <= id < 4"),
         (lambda opt, p: opt.keep_rows(p, torch.tensor([1, 1])), ValueError, "ids contains duplicates"),
-        (lambda opt, p: opt.keep_rows(p, torch.tensor([0.5])), TypeError, "dtype torch.float32; expected integers"),
+        (
+            lambda opt, p: opt.keep_rows(p, torch.tensor([0.5])),
+            TypeError,
+            "dtype torch.float32; expected an integer tensor",
+        ),
         (lambda opt, p: opt.keep_rows(p, torch.tensor([True])), ValueError, "the mask has 1 entries; expected 4, one"),
         (lambda opt, p: opt.keep_rows(p, torch.tensor([[1]])), ValueError, r"shape \(1, 1\); expected one dimension"),
         (lambda opt, p: opt.permute_rows(p, torch.tensor([1, 0])), ValueError, "order has 2 entries; expected 4, with"),
@@ -43,7 +47,11 @@ def test_new_rows_are_what_a_function_makes_of_them() -> None:
         (lambda opt, p: opt.reset_rows(table(4, 2), torch.tensor([1])), ValueError, "does not belong to this opt"),
         (lambda opt, p: opt.grow(p, 1.5), ValueError, "rows is 1.5; expected the number of"),
         (lambda opt, p: opt.grow(p, 1, None), TypeError, "init is None; expected a tensor"),
-        (lambda opt, p: opt.keep_rows(p, [1]), TypeError, "ids is a list; expected a tensor of ids or a boolean mask"),
+        (
+            lambda opt, p: opt.keep_rows(p, [1]),
+            TypeError,
+            "ids is a list; expected an integer tensor or a boolean mask",
+        ),
         (lambda opt, p: opt.reset_rows(None, torch.tensor([1])), TypeError, "is a NoneType; expected a parameter"),
     ],
 )

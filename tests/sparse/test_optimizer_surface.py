@@ -22,22 +22,11 @@ def test_the_signature_begins_as_torchs_and_goes_on_with_keywords() -> None:
     theirs = list(inspect.signature(torch.optim.SparseAdam).parameters.values())
     assert [(p.name, p.default) for p in ours[: len(theirs)]] == [(p.name, p.default) for p in theirs]
     assert {p.name: p.default for p in ours[len(theirs) :]} == {
-        "weight_decay": 0.0,
-        "decoupled_weight_decay": False,
-        "amsgrad": False,
-        "force_sparse": False,
-        "bias_correction": "global",
-        "nonfinite": "propagate",
-        "second_moment": "element",
-        "state_dtype": None,
-        "stochastic_rounding": False,
-        "seed": 0,
-        "foreach": None,
-        "fused": None,
-        "capturable": False,
-        "differentiable": False,
-        "state_dir": None,
-    }
+        "weight_decay": 0.0, "decoupled_weight_decay": False, "amsgrad": False, "force_sparse": False,
+        "bias_correction": "global", "nonfinite": "propagate", "second_moment": "element", "state_dtype": None,
+        "stochastic_rounding": False, "seed": 0, "foreach": None, "fused": None, "capturable": False,
+        "differentiable": False, "state_dir": None,
+    }  # fmt: skip
     assert all(p.kind is p.KEYWORD_ONLY for p in ours[len(theirs) :])
 
 

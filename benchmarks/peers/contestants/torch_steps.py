@@ -100,29 +100,3 @@ class DglStyle(Sparse):
             v = second[rows].mul_(BETA2).addcmul_(summed, summed, value=1 - BETA2)
             first[rows], second[rows] = m, v
             param[rows] -= m.mul_(size).div_(v.sqrt_().add_(EPS))
-
-
-class Ember(Dense):
-    """The factored second moment of Ember (arXiv 2607.01455) on the dense gradient, without momentum.
-
-    r_i averages the mean of row i of g*g, c_j the mean of column j over the rows that have a gradient
-    v_ij = r_i c_j / mean(r),  p -= lr g / (sqrt(v / (1 - beta2^t)) + eps)
-    """
-
-    def __init__(self, data: Data) -> None:
-        super().__init__(data)
-        self.factors = [(torch.zeros(data.rows), torch.zeros(data.dim)) for _ in self.params]
-        self.steps = 0
-
-    @torch.no_grad()
-    def run(self) -> None:
-        self.steps += 1
-        for param, (r, c) in zip(self.params, self.factors, strict=True):
-            gradient: Any = param.grad
-            squares = gradient.square()
-            of_rows = squares.mean(1)
-            r.lerp_(of_rows, 1 - BETA2)
-            c.lerp_(squares.sum(0).div_(of_rows.count_nonzero()), 1 - BETA2)
-            relative = r / (r.mean() * (1 - BETA2**self.steps))
-            roots = torch.outer(relative.sqrt_(), c.sqrt()).add_(EPS)
-            param.addcdiv_(gradient, roots, value=-LR)

@@ -1,8 +1,8 @@
 """The CPU kernels, compiled by Numba at first use and cached: the host's side of them.
 
 Tensors go in as raw addresses: reading one costs a tenth of a microsecond, building a NumPy view several, and a model
-with many small tables pays that for each of them at every step. Who holds the tensors until a launch has returned: a
-job its gradient, a table its storages, a schedule's record what it points to.
+with many small tables pays that for each of them at every step. Until a launch has returned, a job holds its gradient,
+a table its storages, and a schedule's record what it points to.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from .._rules.rounding import step_key
 from .._schedule import Path, Schedule
 from .._state import MOMENTS, State, compute_dtype, count_tensor, counting, misfit, steps_taken
 from .._table import Table
-from .._torch_internals import is_faked, note_writes, plainly, without_modes, writes_to
-from .._waiting import Keeper, Waiting, keeper_of, release, watch
+from .._torch_internals import is_faked, note_writes, without_modes, without_torch_function, writes_to
+from .._waiting import Waiting, keeper_of, release, watch
 
 # How far, relative to a row's own deferred move, the series may be off before terms are added one by one.
 _TOLERANCE = {torch.float64: 1e-15}
@@ -64,7 +64,7 @@ class Deferral:
     and another begins with the next step.
     """
 
-    def __init__(self, table: Table, rule: Rule, schedule: Schedule, keeper: weakref.ref[Keeper]) -> None:
+    def __init__(self, table: Table, rule: Rule, schedule: Schedule, keeper: weakref.ref[Any]) -> None:
         self.options, self.schedule, self._keeper = rule.waiting_options, schedule, keeper
         self.notes = torch.zeros(table.lead, dtype=torch.int32, device=table.param.device)
         """Per row, the step of the schedule at which it was last up to date."""
@@ -165,7 +165,7 @@ class Deferral:
     def flush(self, implementation: Any = None) -> None:
         """Bring every row up to date."""
         if not is_faked():
-            plainly(self.catch_up, range(self.table.row_count), implementation)
+            without_torch_function(self.catch_up, range(self.table.row_count), implementation)
             self.release()
 
     def count(self, schedule: Schedule) -> None:
@@ -193,7 +193,7 @@ class Deferral:
             self._swept += last - first
 
 
-def begin(table: Table, rule: Rule, taken: int, others: Iterable[Deferral], keeper: weakref.ref[Keeper]) -> None:
+def begin(table: Table, rule: Rule, taken: int, others: Iterable[Deferral], keeper: weakref.ref[Any]) -> None:
     """Let the rows of a table wait from now on; every row is up to date, after the steps taken so far."""
     if not isinstance(table.state["step"], Tensor):
         table.state["step"] = count_tensor(table.state["step"])

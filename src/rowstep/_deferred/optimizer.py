@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,8 +18,9 @@ from .._options import check_learning_rate, refuse_shared_weights
 from .._rule import Rule
 from .._schedule import check_betas
 from .._state import State, StateSpec, misfit
+from .._surgery import check_inside, numbers_of
 from .._table import Job, Table
-from .._torch_internals import is_faked, plainly
+from .._torch_internals import is_faked, without_torch_function
 from .deferral import Deferral, StaleRowsError, begin, flush_orphans, raise_maximum
 
 _WAYS_OUT = (
@@ -130,7 +130,7 @@ class DeferredAdam(RowOptimizer):
     def __del__(self) -> None:
         """A model may outlive its optimizer: whatever rows still wait then are brought up to date."""
         if not sys.is_finalizing():
-            flush_orphans(_pending_in(vars(self).get("_tables", {})))
+            flush_orphans(self._all_pending() if "_tables" in vars(self) else [])
 
     _zero_allowed = True  # as torch's Adam has it
     _defers = True
@@ -171,16 +171,13 @@ class DeferredAdam(RowOptimizer):
         if is_faked(ids):
             return
         with self._lock:
-            rows = plainly(_numbers_of, ids, param)
+            rows = without_torch_function(numbers_of, ids, param)
             pending = self._pending(param)
-            if pending is None:
-                is_inside = not len(rows) or 0 <= int(rows.min()) <= int(rows.max()) < _row_count(param)
-            else:
-                plainly(pending.refuse_writes)
-                is_inside = plainly(pending.catch_up, rows)
-        if not is_inside:
-            outside = int(rows[(rows < 0) | (rows >= _row_count(param))][0])
-            raise IndexError(f"id {outside} is outside the table; expected 0 <= id < {_row_count(param)}")
+            if pending is not None:
+                without_torch_function(pending.refuse_writes)
+                if without_torch_function(pending.catch_up, rows):
+                    return
+        check_inside(rows, param)
 
     def flush(self, param: Tensor | None = None) -> None:
         """Bring every row of ``param``, or of all parameters, up to date. Whatever was written to them is accepted.
@@ -212,12 +209,12 @@ class DeferredAdam(RowOptimizer):
         return None if table is None else table.pending
 
     def _all_pending(self) -> list[Deferral]:
-        return _pending_in(self._tables)
+        return [table.pending for table in self._tables.values() if table.pending is not None]
 
     def _settle(self, all_pending: Iterable[Deferral]) -> None:
         """Flush, unless somebody has written to a table behind our back."""
         for pending in all_pending:
-            plainly(pending.refuse_writes)
+            without_torch_function(pending.refuse_writes)
         for pending in all_pending:
             pending.flush()
 
@@ -239,9 +236,10 @@ class DeferredAdam(RowOptimizer):
         pending.release()
 
     def _bring_up_to_date(self, param: Tensor, ids: Tensor | None) -> bool:
-        """Called before a waiting table is touched: by a lookup of ``ids``, ``plainly``, or as a whole if that is None.
+        """Called before a waiting table is touched: by a lookup of ``ids``, or as a whole if that is None.
 
-        Invalid ids are left to the lookup itself, which has its own error message for them; then this returns False.
+        A lookup calls this ``without_torch_function``. Invalid ids are left to the lookup itself, which has its own
+        error message for them; then nothing happens, and this returns False.
         """
         with self._lock:
             table = self._tables.get(id(param))
@@ -255,7 +253,7 @@ class DeferredAdam(RowOptimizer):
                 return True
             pending.refuse_writes()
             try:
-                return bool(pending.catch_up(_numbers_of(ids, param)))
+                return bool(pending.catch_up(numbers_of(ids, param)))
             except TypeError:
                 return False
 
@@ -368,7 +366,6 @@ class DeferredAdam(RowOptimizer):
             raise StaleRowsError(_stale_message(stale, len(rows)))
 
     def _operate(self, param: Tensor, change: Callable[[State], None]) -> None:
-        self._group_of(param)
         with self._lock:
             pending = self._pending(param)
             if pending is not None:
@@ -469,29 +466,6 @@ class DeferredAdamW(DeferredAdam):
             allow_stale=allow_stale, second_moment=second_moment, state_dtype=state_dtype,
             stochastic_rounding=stochastic_rounding, seed=seed,
         )  # fmt: skip
-
-
-def _row_count(param: Tensor) -> int:
-    return math.prod(param.shape[:1])
-
-
-def _numbers_of(ids: Tensor, param: Tensor) -> Tensor:
-    """Row numbers from ids of any shape, or from a mask over all rows."""
-    if type(ids) is Tensor and ids.dtype is torch.int64 and ids.is_cpu and param.is_cpu:  # by far the most frequent
-        return ids if ids.dim() == 1 and ids.is_contiguous() else ids.reshape(-1).contiguous()
-    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex():
-        found = f"has dtype {ids.dtype}" if isinstance(ids, Tensor) else f"is a {type(ids).__name__}"
-        raise TypeError(f"ids {found}; expected an integer tensor or a boolean mask")
-    numbers = ids.detach().reshape(-1)
-    if numbers.dtype == torch.bool:
-        if len(numbers) != _row_count(param):
-            raise ValueError(f"the mask has {len(numbers)} entries; expected {_row_count(param)}, one per row")
-        numbers = numbers.nonzero().view(-1)
-    return numbers.to(device=param.device, dtype=torch.int64).contiguous()
-
-
-def _pending_in(tables: Mapping[int, Table]) -> list[Deferral]:
-    return [table.pending for table in tables.values() if table.pending is not None]
 
 
 def _check_decay(lr: Any, weight_decay: float, where: str) -> None:

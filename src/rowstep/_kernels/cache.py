@@ -143,11 +143,6 @@ class KernelCache:
     def __init__(self, function: Any) -> None:
         self._name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
 
-    @property
-    def cache_path(self) -> str:
-        """For Numba's statistics."""
-        return str(directories()[0])
-
     def load_overload(self, signature: Any, target_context: Any) -> Any:
         """The kernel for these types, from disk, or None."""
         target_context.refresh()
@@ -181,12 +176,6 @@ class KernelCache:
         trouble = "; ".join(reasons)
         records.append(Record(self._name, None, was_loaded=False, trouble=trouble))
         _warn_once(trouble)
-
-    def flush(self) -> None:
-        """Forget the kernels of this function: what ``Dispatcher.recompile`` asks for."""
-        for directory in directories():
-            for path in directory.glob(f"{self._name}-*.nbc"):
-                _remove(path)
 
     def _file_name(self, signature: Any, codegen: Any) -> str:
         # Numba asks with types alone, or with a signature when one kernel calls another.

@@ -6,7 +6,7 @@ up to date is passed over when its id comes again. Threads share the rows by the
 Flat, and made for each kind, as ``rows`` is.
 """
 
-from __future__ import annotations
+from __future__ import annotations  # noqa: I001  a timeline's words on a few lines
 
 import functools
 import math
@@ -16,28 +16,9 @@ import numpy as np
 from numba import types
 
 from .._schedule import (
-    BETA1_POWERS_AT,
-    BETA2_POWERS_AT,
-    CAPACITY,
-    COEFFICIENTS,
-    DUST_OF_EPS,
-    EBAR,
-    EPS,
-    FROZEN_AT,
-    GROWTH,
-    LENGTH,
-    LOG_KEPT_AT,
-    M0,
-    M2,
-    M3,
-    M4,
-    M5,
-    RATE_AT,
-    RATIO,
-    ROOT_AT,
-    SCALARS,
-    UNSAFE_UP_TO,
-)
+    BETA1_POWERS_AT, BETA2_POWERS_AT, CAPACITY, COEFFICIENTS, DUST_OF_EPS, EBAR, EPS, FROZEN_AT, GROWTH, LENGTH,
+    LOG_KEPT_AT, M0, M2, M3, M4, M5, RATE_AT, RATIO, ROOT_AT, SCALARS, UNSAFE_UP_TO,
+)  # fmt: skip
 from .cache import kernel
 from .floats import narrow, store, widen
 from .job import COLUMNS, M_AT, NOTES_AT, P_AT, TABLE_FROM, TABLE_WORDS, U_AT, V_AT
@@ -100,14 +81,9 @@ def catching_up(kind: Kind) -> OverThreads:
             told[STEP],
             told[KEY],
         )
-        timeline_at, window_at = told[TIMELINE_AT], told[WINDOW_AT]
-        notes_at, p_at, m_at, v_at, u_at = (
-            table[NOTES_AT - TABLE_FROM],
-            table[P_AT - TABLE_FROM],
-            table[M_AT - TABLE_FROM],
-            table[V_AT - TABLE_FROM],
-            table[U_AT - TABLE_FROM],
-        )
+        timeline_at, window_at, notes_at = told[TIMELINE_AT], told[WINDOW_AT], table[NOTES_AT - TABLE_FROM]
+        p_at, m_at = table[P_AT - TABLE_FROM], table[M_AT - TABLE_FROM]
+        v_at, u_at = table[V_AT - TABLE_FROM], table[U_AT - TABLE_FROM]
         columns = table[COLUMNS - TABLE_FROM]
         words = pointer(timeline_at, types.int64)
         scalars = pointer(timeline_at + SCALARS * 8, types.float64)

@@ -132,7 +132,7 @@ def address_of_code(compiled: Any) -> int:
 
 
 def set_cache(dispatcher: Any, cache: Any) -> None:
-    """Let a dispatcher ask this cache before it compiles: ``load_overload``, ``save_overload``, ``flush``."""
+    """Let a dispatcher ask this cache before it compiles: ``load_overload``, ``save_overload``."""
     dispatcher._cache = cache
 
 

@@ -7,19 +7,7 @@ from numba import njit, types
 
 from . import INNER
 from .cache import kernel
-from .job import (
-    COLUMNS,
-    COUNT,
-    HIGH,
-    JOB,
-    JOB_BYTES,
-    KEYS_FROM,
-    LOW,
-    PIECE_BYTES,
-    ROW_BITS,
-    ROW_COUNT,
-    ROWS_AT,
-)
+from .job import COLUMNS, COUNT, HIGH, JOB, JOB_BYTES, KEYS_FROM, LOW, PIECE_BYTES, ROW_BITS, ROW_COUNT, ROWS_AT
 from .pointers import pointer, room
 
 # Fine enough to balance a few dozen threads; a row is never cut.

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rowstep import __version__
-from rowstep.cli.extras import CommandError, positive, printable, seconds, threads
+from rowstep.cli.extras import CommandError, number, positive, printable
 
 _WARM_UP_DETAILS = """\
 For the default options of the optimizers and for clip_grad_norm_, on one and on several threads. For other options run
@@ -63,6 +63,9 @@ def _parser() -> argparse.ArgumentParser:
 
     about = "train a table of a million rows with torch's optimizers and with rowstep's, in a minute; needs 2 GB"
     demo = command("demo", about, "--seconds 4")
+    seconds = number(float, "a finite number above 0")
+    cores = os.cpu_count() or 1
+    threads = number(int, f"a whole number from 1 to {cores}, the cores of this machine", cores)
     demo.add_argument("--steps", type=positive, default=300, help="steps of each optimizer (default: 300)")
     demo.add_argument("--seconds", type=seconds, default=8, help="time for each optimizer (default: 8)")
     demo.add_argument("--threads", type=threads, default=1, help="threads of torch and rowstep (default: 1)")

@@ -23,9 +23,9 @@ from rowstep.cli.extras import CommandError, printable
 _PER_ROW = ("row_step", "exp_avg_sq_row")
 _BLOCK = 1 << 18  # numbers at once: the norms of 1M x 64 took 0.13 s on one thread, and 0.20 s with 1 << 20
 _NOTES = """
-never touched: row_step is 0 or, where rows are not counted, the second moment is 0. Of steps and norms the least, the
-median and the largest are shown. by order, by shape: the file names no parameters, so states were matched with weights
-of the same shape, in order. An optimizer that is made from named_parameters() saves names."""
+never touched: row_step is 0 or, where rows are not counted, the second moment is 0. Steps and norms are given as the
+least, the median and the largest. by order, by shape: the file names no parameters, so states were matched with
+weights of the same shape, in order. An optimizer that is made from named_parameters() saves names."""
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import math
-import os
+import sys
+from collections.abc import Callable
+from typing import Any
 
 
 class CommandError(Exception):
     """The command cannot go on; the message is all that the user sees."""
 
 
-def positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}") from None
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
-    return number
+def number(kind: Any, expected: str, most: float = sys.float_info.max) -> Callable[[str], Any]:
+    """A function that reads an argument, which is to be above 0."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value <= most:
+            raise argparse.ArgumentTypeError(f"must be {expected}, not {text!r}")
+        return value
+
+    return read
 
 
-def seconds(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number, not {text!r}") from None
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"must be finite and above 0, not {text}")
-    return number
-
-
-def threads(text: str) -> int:
-    if (number := positive(text)) > (cores := os.cpu_count() or 1):
-        raise argparse.ArgumentTypeError(f"must be at most {cores}, the cores of this machine, not {number}")
-    return number
+positive = number(int, "a whole number above 0")
 
 
 def printable(text: str, longest: int = 100) -> str:

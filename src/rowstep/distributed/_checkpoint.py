@@ -213,7 +213,7 @@ class _Planner(DefaultLoadPlanner):
         assert self.metadata is not None
         chunks: list[ReadItem] = []
         self._moved: dict[str, tuple[RowOrder, RowOrder]] = {}
-        """Of tensors whose rows lie in another order here, the order in the checkpoint and the one here."""
+        """Tensors whose rows lie in another order here: the order in the checkpoint, and the one here."""
         for key, here in self.state_dict.items():
             there = self._written.get(key)
             if not self._is_table(key) or not isinstance(there, TensorStorageMetadata):

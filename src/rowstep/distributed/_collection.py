@@ -75,11 +75,7 @@ class ShardedEmbeddingCollection(nn.Module):
             self.add_module(name, table)
 
     def _begin(
-        self,
-        plain: Mapping[str, Plain],
-        plan: Mapping[str, str] | None,
-        gradient: str,
-        group: ProcessGroup | None,
+        self, plain: Mapping[str, Plain], plan: Mapping[str, str] | None, gradient: str, group: ProcessGroup | None
     ) -> None:
         if not plain:
             raise ValueError("there are no tables; expected at least one")

@@ -133,12 +133,6 @@ class _DataParallel(DistributedDataParallel):
             )
         return super().join_hook(**options)  # type: ignore[no-untyped-call]
 
-    def __getstate__(self) -> Any:
-        raise RuntimeError(
-            "a model wrapped by rowstep.distributed.ddp cannot be copied or pickled, because its process group cannot. "
-            "Copy or save its .module instead, and wrap the copy"
-        )
-
 
 # Gradients of replicated tables that this rank has not used
 

@@ -30,7 +30,7 @@ from ._traffic import count
 _T = TypeVar("_T")
 
 Counts = list[list[int]]
-"""Of rows: by table, then by rank."""
+"""Numbers of rows, by table and then by rank."""
 
 
 class PeerError(RuntimeError):
@@ -268,7 +268,7 @@ def each_block(local: Tensor, lengths: list[int], operation: Operation, group: P
 
 @dataclass(frozen=True)
 class GroupPeers:
-    """The ranks of a process group, as the core knows them: ``_part.Peers``."""
+    """The ranks of a process group, as the core knows them (``_part.Peers``); equal where their group is the same."""
 
     group: ProcessGroup
 
@@ -276,7 +276,10 @@ class GroupPeers:
         return self  # a process group cannot be copied
 
     def gather_numbers(self, measure: Callable[[], float], what: str, *about: object) -> list[float]:
-        """What every rank measures. If that raises on some rank, all ranks raise."""
+        """What every rank measures. If that raises on some rank, all ranks raise.
+
+        So they do unless all ranks call this with the same ``what``, in words, and ``about``, in plain values.
+        """
         number, failure = attempt(measure)
         word = torch.tensor([number or 0.0], dtype=torch.float64).view(torch.int64).item()
         operation = Operation(what, fingerprint(what, about), [str(fact) for fact in about])

@@ -66,7 +66,7 @@ class Transfer(NamedTuple):
     number: int
     request: Request
     rows: Sequence[Tensor]
-    """Of each table, the rows here that ranks have requested, rank by rank."""
+    """For each table, the rows here that ranks have requested, rank by rank."""
     served: Counts
     """How many of them each rank has requested."""
 

@@ -120,7 +120,7 @@ class ShardedTable(nn.Module, Generic[_Plain]):
     ) -> _Table:
         """Shard a plain module of torch. Every rank passes the same full table and keeps its own rows.
 
-        Of one on the meta device only sizes and options count: new rows are drawn, on the default device.
+        A module on the meta device gives its sizes and options only: new rows are drawn, on the default device.
 
         Args:
             embedding: an nn.Embedding, or an nn.EmbeddingBag for a ShardedEmbeddingBag.
@@ -263,7 +263,7 @@ class ShardedTable(nn.Module, Generic[_Plain]):
         return f"{self.label}: {self.num_embeddings} x {self.embedding_dim}, {self.weight.dtype}, {self.placement}"
 
     def checksum_in_words(self) -> str:
-        """Of rows that every rank must have alike."""
+        """A checksum of the rows, where every rank must have the same ones."""
         if not self.is_everywhere or self.ranks == 1:
             return ""
         rows = self.weight.detach().reshape(-1).view(torch.uint8).cpu().numpy()

@@ -33,11 +33,7 @@ def catch_up(pending: Any, rows: Tensor | range) -> bool:
 
 def _catch_up(pending: Any, rows: Tensor) -> None:
     table, notes, schedule = pending.table, pending.notes, pending.schedule
-    param, slots, spec = (
-        table.param.data,
-        table.slots,
-        table.spec,
-    )  # .data: autograd's version counter must not see this
+    param, slots, spec = table.param.data, table.slots, table.spec  # .data: autograd's version counter must not see it
     place = RowsOf(table.lead, rows)
     second = slots["exp_avg_sq_row" if spec.is_by_row else "exp_avg_sq"]
     dtype = compute_dtype(*table.dtypes)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from benchmarks import cases
 from benchmarks.cases import LONG, TINY_ZIPF, ZIPF, Case, short
 from benchmarks.contenders import ADAM, TORCH, check_agreement, check_close, give, stepper, touch_state, weights
-from benchmarks.deferred import factorisation
 from benchmarks.report import Grid, threads, times
 from benchmarks.suite import Part, Suite
 from benchmarks.timing import Contender, Measurement, nothing
@@ -42,7 +40,6 @@ class Sizes(NamedTuple):
     dense: Case  # against dense Adam
     flush: Case
     shares: tuple[Case, ...]  # more and more of the rows are touched
-    problem: factorisation.Problem
 
 
 def share_of(rows: int, dim: int, share: float, batches: int) -> Case:
@@ -57,36 +54,27 @@ FULL = Sizes(
     dense=replace(LONG, batches=600),
     flush=replace(ZIPF, batches=100),
     shares=tuple(share_of(250_000, 64, share, 60) for share in (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)),
-    problem=factorisation.Problem(users=3_000, items=3_000, dim=8, batch=512, steps=3_000),
 )
 QUICK = Sizes(
     sparse=replace(TINY_ZIPF, batches=30),
     dense=Case("uniform-50k", 50_000, 8, 512, batches=30),
     flush=replace(TINY_ZIPF, batches=30),
     shares=tuple(share_of(10_000, 8, share, 10) for share in (0.05, 0.3)),
-    problem=factorisation.Problem(users=300, items=300, dim=4, batch=64, steps=200),
 )
 
 
 class DeferredSuite(Suite):
     file = "deferred"
 
-    curves: factorisation.Curves | None = None
-
     @property
     def sizes(self) -> Sizes:
         return QUICK if self.quick else FULL
 
     def parts(self) -> Iterator[Part]:
-        yield Part("curves", self._curves)
         yield Part(self.sizes.sparse.name, self._against_sparse)
         yield Part(self.sizes.dense.name, self._against_dense)
         yield Part("flush", self._flush)
         yield Part("shares", self._shares)
-
-    def _curves(self) -> None:
-        self.curves = factorisation.learn(self.sizes.problem)
-        self.findings["curves"] = asdict(self.curves)
 
     def _against_sparse(self) -> None:
         case = self.sizes.sparse
@@ -152,13 +140,6 @@ class DeferredSuite(Suite):
         if flushes := self.of_kind("flush"):
             ratio = {"flush/\nAdam": (DEFERRED, ADAM)}
             yield times("Flush of all rows, and a dense step", flushes, (DEFERRED, ADAM), ratio)
-        if self.curves:
-            yield self.curves.sentence
-
-    def draw(self, figure: Figure) -> bool:
-        if self.curves:
-            factorisation.draw(figure, self.curves)
-        return self.curves is not None
 
 
 def break_evens(points: Sequence[tuple[float, Measurement]]) -> list[dict[str, Any]]:
