@@ -41,7 +41,7 @@ def test_demo_compares_losses_after_the_same_steps(capsys: pytest.CaptureFixture
     shown, progress = capsys.readouterr()
     assert [line.split()[0] for line in progress.splitlines()] == list(_demo.CONTENDERS)
     assert progress.count("60 of 60 steps, loss ") == 4
-    rows = re.findall(r"^(\S+) +[\d,.]+ +[\d.]+x +[\d,.]+ +([\d.]+) +60 +([\d.]+)$", shown, re.MULTILINE)
+    rows = re.findall(r"^(\S+) +[\d,.]+ +[\d.]+x +([\d.]+) +60 +([\d.]+)$", shown, re.MULTILINE)
     assert [name for name, *_ in rows] == list(_demo.CONTENDERS)
     dense, theirs, ours, deferred = (float(loss) for _, loss, _ in rows)
     # Equal up to the rounding of float32, which may show in the last of four digits.
@@ -59,6 +59,15 @@ def test_demo_says_who_ran_out_of_time(capsys: pytest.CaptureFixture[str]) -> No
     assert "loss, step 1 " in shown
     assert "Out of time after 1e-09 seconds: torch.optim.Adam (1 of 1000000 steps), torch.optim.SparseAdam (1 " in shown
     assert "nan" not in shown
+
+
+def test_the_bars_of_the_demo() -> None:
+    """The longest is full, and a value that is not 0 is visible."""
+    longest, _ = _demo._chart({"a": 8.0, "b": 1e-6})
+    assert longest.endswith(" " + "█" * 40 + " 8.0")
+    assert _demo._bar(1e-9, width=40) == "▏"
+    assert _demo._bar(0, width=40) == ""
+    assert _demo._bar(0.5, width=5) == "██▌"
 
 
 @pytest.mark.parametrize(

@@ -109,20 +109,34 @@ def _show_progress(run: Run, steps: int, end: str) -> None:
     if end == "\n" or sys.stderr.isatty():
         done = len(run.losses)
         loss = f", loss {run.losses[-1]:.4f}" if done else ""
-        print(f"{run.name:<24}{done:5} of {steps} steps{loss}", end=end, file=sys.stderr, flush=True)
+        line = f"{run.name:<24}{_bar(done / steps, width=20):<20}{done:5} of {steps} steps{loss}"
+        print(line, end=end, file=sys.stderr, flush=True)
+
+
+def _bar(share: float, width: int) -> str:
+    whole, eighths = divmod(math.ceil(8 * width * share), 8)
+    return "█" * whole + " ▏▎▍▌▋▊▉"[eighths].strip()
 
 
 def report(runs: list[Run], steps: int, seconds: float) -> Iterator[str]:
     """The lines of the comparison: losses after the steps that all have taken, and after those that each has taken."""
     shared = min(len(run.losses) for run in runs)
-    yield f"{'':<24}{'ms a step':>12}{'speed':>9}{'MB':>11}{f'loss, step {shared}':>17}{'steps':>8}{'last loss':>11}"
+    yield f"{'':<24}{'ms a step':>12}{'speed':>10}{f'loss, step {shared}':>18}{'steps':>8}{'last loss':>12}"
     for run in runs:
         speed, count = runs[0].milliseconds / run.milliseconds, len(run.losses)
-        losses = f"{run.loss_after(shared):17.4f}{count:8}{run.loss_after(count):11.4f}"
-        yield f"{run.name:<24}{run.milliseconds:12,.1f}{speed:8.1f}x{run.nbytes / 1e6:11,.1f}{losses}"
+        losses = f"{run.loss_after(shared):18.4f}{count:8}{run.loss_after(count):12.4f}"
+        yield f"{run.name:<24}{run.milliseconds:12,.1f}{speed:9.1f}x{losses}"
+    yield "\nMilliseconds a step"
+    yield from _chart({run.name: run.milliseconds for run in runs})
+    yield "\nMegabytes of optimizer state and gradients"
+    yield from _chart({run.name: run.nbytes / 1e6 for run in runs})
     yield ""
     if late := [f"{run.name} ({len(run.losses)} of {steps} steps)" for run in runs if len(run.losses) < steps]:
         yield f"Out of time after {seconds:g} seconds: {', '.join(late)}."
-    yield "MB: optimizer state and gradients; DeferredAdam keeps another 4 bytes per row."
     yield f"A loss is the mean over up to {RECENT} steps, each on a new batch. The losses of both SparseAdams should"
-    yield "agree, and so should those of DeferredAdam and torch.optim.Adam."
+    yield "agree, and so should those of DeferredAdam and torch.optim.Adam. DeferredAdam keeps another 4 bytes per row."
+
+
+def _chart(values: dict[str, float]) -> Iterator[str]:
+    for name, value in values.items():
+        yield f"{name:<24}{_bar(value / max(values.values()), width=40)} {value:,.1f}"
