@@ -152,9 +152,11 @@ def snapshot(folder: str | os.PathLike[str], *tensors: Tensor) -> None:
         folder: must not exist. Files keep their names, so these must differ.
         tensors: as for ``sync``.
     """
-    synced_at, place = sync(*tensors), os.path.realpath(folder)
+    synced_at, place, files = sync(*tensors), os.path.realpath(folder), _mapping.files_of(tensors)
+    if not files:
+        raise ValueError("this process has no file open for writing; expected one or more to copy")
     with _mapping.explained(place):
-        _snapshot.copy(_mapping.files_of(tensors), place, synced_at)
+        _snapshot.copy(files, place, synced_at)
 
 
 def status(path: str | os.PathLike[str]) -> Status:

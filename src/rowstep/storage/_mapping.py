@@ -52,10 +52,12 @@ class MappedFile(mmap.mmap):
             raise OSError(errno.EIO, "an earlier sync failed, and what it did not write may be lost")
         # First of all, so that what is stored while this runs counts as stored after the sync.
         modified = _record.modified_ns(self.file, self.path)
-        self.has_failed = True  # the kernel reports a page that it could not write once, and then takes it for clean
-        self.flush()
-        os.fsync(self.file)
-        self.has_failed = False
+        try:
+            self.flush()
+            os.fsync(self.file)
+        except OSError:
+            self.has_failed = True  # the kernel reports a page that it could not write once, and then calls it clean
+            raise
         _record.write(self.path, Record(now, modified, _record.identity(os.fstat(self.file))))
 
     def has(self, tensor: Tensor) -> bool:
