@@ -96,7 +96,7 @@ class Ahead:
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Know what has the rows and their state."""
-        self._in_files = [weakref.ref(tensor) for tensor in tensors if is_in_file(tensor)]
+        self._in_files = [weakref.ref(tensor) for tensor in tensors if is_in_file(tensor) and tensor.is_contiguous()]
 
     def read_late(self) -> None:
         """Read no rows before they are looked up."""

@@ -102,10 +102,12 @@ class HostEmbedding(nn.Embedding):
         Args:
             embeddings: the rows.
             freeze: do not train them; True by default, as for torch.nn.Embedding.
-            **options: as for ``HostEmbedding``, without ``dtype`` and ``path``.
+            **options: as for ``HostEmbedding``, without ``dtype``, ``key`` and ``path``.
         """
         if embeddings.dim() != 2:
             raise ValueError(f"the embeddings have shape {tuple(embeddings.shape)}; expected two dimensions")
+        if not options.keys().isdisjoint({"dtype", "key", "path"}):
+            raise TypeError("from_pretrained has no dtype, key or path; expected the tensor as it is to be the table")
         return cls(*embeddings.shape, _weight=embeddings.to(_CPU), _freeze=freeze, **options)
 
     @never_compiled  # type: ignore[untyped-decorator]  # how many rows travel depends on the ids
@@ -148,7 +150,6 @@ class HostEmbedding(nn.Embedding):
             scale_grad_by_freq=self.scale_grad_by_freq, include_last_offset=self.include_last_offset,
         ).to(arrived.dtype)  # fmt: skip
 
-    @torch.no_grad()
     def prefetch(self, ids: Tensor) -> None:
         """Announce the ids of the next batch, before the ``optimizer.step()`` of this one.
 
