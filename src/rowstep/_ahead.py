@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import atexit
 import collections
+import operator
 import os
 import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
+from multiprocessing import util
 from typing import Any
 
 import torch
@@ -217,6 +219,7 @@ class Ahead:
         self.wait()
         if self._error is not None:
             error, self._error = self._error, None
+            self.read_late()  # what was read early may lack rows that have moved
             raise RuntimeError(
                 "a step of a table whose next rows were announced could not be completed; some of its rows have not "
                 f"moved: {error!r}"
@@ -296,8 +299,9 @@ class WaitingLock:
         """Steps that were completed, and how many rows they skipped. A table that had them would keep itself alive."""
 
     def __enter__(self) -> None:
-        self._lock.acquire()
+        acquired: list[bool] = []
         try:
+            acquired.extend(map(self._lock.acquire, [True]))  # one call, as above: an interrupt comes before or after
             optimizer: Any = self._optimizer()
             for table in list(optimizer._tables.values()):
                 if table.ahead is not None:
@@ -306,11 +310,11 @@ class WaitingLock:
                 job, skipped = self.finished.popleft()
                 plainly(optimizer._after_launches, [job], skipped)
         except BaseException:
-            self._lock.release()
+            for _ in acquired:
+                self._lock.release()
             raise
 
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+    __exit__ = property(operator.attrgetter("_lock.__exit__"))  # in C, so that no interrupt comes before it
 
 
 # The worker
@@ -326,6 +330,8 @@ def _tell_worker(ahead: Ahead) -> None:
         if _worker is None or not _worker.is_alive():
             _worker = threading.Thread(target=_work, name="rowstep", daemon=True)
             _worker.start()
+            # Children of multiprocessing end without atexit's functions.
+            util.Finalize(None, finish_all, exitpriority=0)
     _told.put(ahead)
 
 
