@@ -28,6 +28,7 @@ from torch import Tensor
 from rowstep import DeferredAdam, DeferredAdamW, HostEmbedding, SparseAdam, _ahead, clip_grad_norm_, prefetched, storage
 from rowstep._backends import numba as kernels
 from rowstep._waiting import Waiting
+from tests.helpers.deferred_cases import LONG
 
 ROWS, DIM = 60, 5
 BF16 = torch.bfloat16
@@ -111,7 +112,7 @@ def late_parts(run: Run) -> int:
 @pytest.mark.parametrize("options", OPTIMIZERS)
 def test_same_bits(options: str, dtype: torch.dtype, overlap: float) -> None:
     plain, ahead = (Run(OPTIMIZERS[options], dtype) for _ in range(2))
-    loader, late = batches(40, overlap), 0
+    loader, late = batches(1000 if LONG else 40, overlap), 0
     for run, source in ((plain, loader), (ahead, prefetched(loader, {ahead.table: lambda ids: ids}))):
         for number, ids in enumerate(source):
             run.optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
