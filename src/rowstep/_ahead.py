@@ -31,9 +31,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import _before_sync
 from ._gradient import RowGradient
-from ._memory import is_in_file, read_from_file
+from ._memory import before_sync, is_in_file, read_from_file
 from ._table import Job
 from ._torch_internals import note_writes, plainly, writes_to
 from ._waiting import Waiting, keeper_of, watch
@@ -76,9 +75,8 @@ class _Split:
         for batch in batches:
             if batch.distinct is not None:
                 places = kernels.places_among(rows, batch.distinct)
-                is_named = places >= 0
-                is_urgent |= is_named
-                self.named.append((batch, places[is_named]))
+                is_urgent |= places >= 0
+                self.named.append((batch, places[places >= 0]))
         self.urgent, self.rest = is_urgent.nonzero().view(-1), (~is_urgent).nonzero().view(-1)
 
 
@@ -348,7 +346,7 @@ def _begin_again() -> None:
     _told, _starting, _worker = queue.SimpleQueue(), threading.RLock(), None
 
 
-_before_sync.functions.add(finish_all)
+before_sync.add(finish_all)
 atexit.register(finish_all)
 if hasattr(os, "register_at_fork"):  # not on Windows
     # What could not be done, the owner is told later, in both processes.

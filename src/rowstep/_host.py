@@ -93,7 +93,6 @@ class HostEmbedding(nn.Embedding):
         )  # fmt: skip
         self.mode, self.include_last_offset = mode, include_last_offset
         self.device = torch.get_default_device() if device is None else torch.device(device)
-        _ahead.of_table(self.weight)  # by which optimizers know it
 
     @classmethod
     def from_pretrained(cls, embeddings: Tensor, freeze: bool = True, **options: Any) -> HostEmbedding:  # type: ignore[override]
@@ -178,10 +177,6 @@ class HostEmbedding(nn.Embedding):
         is_elsewhere, may_read = self.device.type != "cpu", self.max_norm is None
         plainly(_ahead.of_table(self.weight).announce, self.weight, copied, pinned=is_elsewhere, may_read=may_read)
 
-    def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        _ahead.of_table(self.weight)
-
     def _padding_among(self, rows: Tensor) -> int | None:
         """Which of the ascending rows is the padding, if it is there. Raises if there are rows that the table lacks."""
         for outside in rows[[0, -1]].tolist() if len(rows) else ():
@@ -214,7 +209,7 @@ def prefetched(
     """Go through batches, and announce each to its tables while the one before it is trained on.
 
     Args:
-        loader: of batches.
+        loader: of batches. The next one is loaded before a batch is used, so each must have memory of its own.
         ids_of: for each table a function of a batch: the ids that will be looked up in it, or a list of these.
 
     Examples:

@@ -188,8 +188,7 @@ def _map(file: int, path: str) -> MappedFile:
 def _end(file: int, path: str, owner: int) -> None:
     """Note an orderly end if nothing was stored after the last sync. A forked process leaves that to its parent."""
     with contextlib.suppress(OSError, FileFormatError):
-        record, found = _record.read(path), os.fstat(file)
-        is_ours = record is not None and record.open_in == _record.identity(found) and os.getpid() == owner
-        if record is not None and is_ours and _record.judge(record, found).clean:
+        record = _record.read(path)
+        if record is not None and os.getpid() == owner and _record.judge(record, os.fstat(file)).clean:
             _record.write(path, record._replace(open_in=None))
     os.close(file)
