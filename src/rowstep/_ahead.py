@@ -17,21 +17,22 @@ from __future__ import annotations
 
 import atexit
 import collections
+import operator
 import os
 import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
+from multiprocessing import util
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import _before_sync
 from ._gradient import RowGradient
-from ._memory import is_in_file, read_from_file
+from ._memory import before_sync, is_in_file, read_from_file
 from ._table import Job
 from ._torch_internals import note_writes, without_torch_function, writes_to
 from ._waiting import Waiting, keeper_of, watch
@@ -74,9 +75,8 @@ class _Split:
         for batch in batches:
             if batch.distinct is not None:
                 places = kernels.places_among(rows, batch.distinct)
-                is_named = places >= 0
-                is_urgent |= is_named
-                self.named.append((batch, places[is_named]))
+                is_urgent |= places >= 0
+                self.named.append((batch, places[places >= 0]))
         self.urgent, self.rest = is_urgent.nonzero().view(-1), (~is_urgent).nonzero().view(-1)
 
 
@@ -96,7 +96,7 @@ class Ahead:
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Know what has the rows and their state."""
-        self._in_files = [weakref.ref(tensor) for tensor in tensors if is_in_file(tensor)]
+        self._in_files = [weakref.ref(tensor) for tensor in tensors if is_in_file(tensor) and tensor.is_contiguous()]
 
     def read_late(self) -> None:
         """Read no rows before they are looked up."""
@@ -217,6 +217,7 @@ class Ahead:
         self.wait()
         if self._error is not None:
             error, self._error = self._error, None
+            self.read_late()  # what was read early may lack rows that have moved
             raise RuntimeError(
                 "a step of a table whose next rows were announced could not be completed; some of its rows have not "
                 f"moved: {error!r}"
@@ -296,8 +297,9 @@ class WaitingLock:
         """Steps that were completed, and how many rows they skipped. A table that had them would keep itself alive."""
 
     def __enter__(self) -> None:
-        self._lock.acquire()
+        acquired: list[bool] = []
         try:
+            acquired.extend(map(self._lock.acquire, [True]))  # one call, as above: an interrupt comes before or after
             optimizer: Any = self._optimizer()
             for table in list(optimizer._tables.values()):
                 if table.ahead is not None:
@@ -306,11 +308,11 @@ class WaitingLock:
                 job, skipped = self.finished.popleft()
                 without_torch_function(optimizer._after_launches, [job], skipped)
         except BaseException:
-            self._lock.release()
+            for _ in acquired:
+                self._lock.release()
             raise
 
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+    __exit__ = property(operator.attrgetter("_lock.__exit__"))  # in C, so that no interrupt comes before it
 
 
 # The worker
@@ -326,6 +328,8 @@ def _tell_worker(ahead: Ahead) -> None:
         if _worker is None or not _worker.is_alive():
             _worker = threading.Thread(target=_work, name="rowstep", daemon=True)
             _worker.start()
+            # Children of multiprocessing end without atexit's functions.
+            util.Finalize(None, finish_all, exitpriority=0)
     _told.put(ahead)
 
 
@@ -342,7 +346,7 @@ def _begin_again() -> None:
     _told, _starting, _worker = queue.SimpleQueue(), threading.RLock(), None
 
 
-_before_sync.functions.add(finish_all)
+before_sync.add(finish_all)
 atexit.register(finish_all)
 if hasattr(os, "register_at_fork"):  # not on Windows
     # What could not be done, the owner is told later, in both processes.

@@ -93,7 +93,6 @@ class HostEmbedding(nn.Embedding):
         )  # fmt: skip
         self.mode, self.include_last_offset = mode, include_last_offset
         self.device = torch.get_default_device() if device is None else torch.device(device)
-        _ahead.of_table(self.weight)  # by which optimizers know it
 
     @classmethod
     def from_pretrained(cls, embeddings: Tensor, freeze: bool = True, **options: Any) -> HostEmbedding:  # type: ignore[override]
@@ -102,10 +101,12 @@ class HostEmbedding(nn.Embedding):
         Args:
             embeddings: the rows.
             freeze: do not train them; True by default, as for torch.nn.Embedding.
-            **options: as for ``HostEmbedding``, without ``dtype`` and ``path``.
+            **options: as for ``HostEmbedding``, without ``dtype``, ``key`` and ``path``.
         """
         if embeddings.dim() != 2:
             raise ValueError(f"the embeddings have shape {tuple(embeddings.shape)}; expected two dimensions")
+        if not options.keys().isdisjoint({"dtype", "key", "path"}):
+            raise TypeError("from_pretrained has no dtype, key or path; expected the tensor as it is to be the table")
         return cls(*embeddings.shape, _weight=embeddings.to(_CPU), _freeze=freeze, **options)
 
     @never_compiled  # type: ignore[untyped-decorator]  # how many rows travel depends on the ids
@@ -148,7 +149,6 @@ class HostEmbedding(nn.Embedding):
             scale_grad_by_freq=self.scale_grad_by_freq, include_last_offset=self.include_last_offset,
         ).to(arrived.dtype)  # fmt: skip
 
-    @torch.no_grad()
     def prefetch(self, ids: Tensor) -> None:
         """Announce the ids of the next batch, before the ``optimizer.step()`` of this one.
 
@@ -178,10 +178,6 @@ class HostEmbedding(nn.Embedding):
         without_torch_function(
             _ahead.of_table(self.weight).announce, self.weight, copied, pinned=is_elsewhere, may_read=may_read
         )
-
-    def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        _ahead.of_table(self.weight)
 
     def _padding_among(self, rows: Tensor) -> int | None:
         """Which of the ascending rows is the padding, if it is there. Raises if there are rows that the table lacks."""
@@ -215,7 +211,7 @@ def prefetched(
     """Go through batches, and announce each to its tables while the one before it is trained on.
 
     Args:
-        loader: of batches.
+        loader: of batches. The next one is loaded before a batch is used, so each must have memory of its own.
         ids_of: for each table a function of a batch: the ids that will be looked up in it, or a list of these.
 
     Examples:

@@ -6,7 +6,8 @@ import contextlib
 import math
 import mmap
 import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -17,6 +18,9 @@ from ._waiting import plain_class
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+before_sync: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()
+"""What is called before files are synced: who has something that belongs into them, adds a function."""
 
 # Smaller tensors gain nothing: one huge page is 2 MiB, and the kernel gives none to less.
 _HUGE_FROM_BYTES = 8 << 20

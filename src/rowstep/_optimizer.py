@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from . import _ahead, _backends, _dense
+from . import _ahead, _backends, _dense, _part
 from ._gradient import RowGradient, check_gradient, outside_message
 from ._launches import Launches, add
 from ._options import check_is_number, check_layouts, check_learning_rate, parameter_name, refuse_idle_rounding
@@ -76,10 +76,10 @@ class RowOptimizer(StatefulOptimizer):
             check_learning_rate(self.param_groups[-1]["lr"], zero_allowed=True, where=where)
             self._check_group(self.param_groups[-1], where)
             refuse_idle_rounding(self.param_groups[-1], where)
-            if self.param_groups[-1].get("state_dir") is not None:
-                self._files.take_up(self, self.param_groups[-1], len(self.param_groups) - 1)
             if self._is_complete:  # the constructor looks at all groups together, to name every parameter it refuses
                 check_layouts(self.param_groups, type(self).__name__)
+            if self.param_groups[-1].get("state_dir") is not None:
+                self._files.take_up(self, self.param_groups[-1], len(self.param_groups) - 1)
         except Exception:
             self.param_groups.pop()
             raise
@@ -249,11 +249,14 @@ class RowOptimizer(StatefulOptimizer):
         self._tables[id(param)] = table = Table(param, state, spec, kernels)
         if kernels is not None and kernels.reports_late:  # even if they cannot take it as it lies now
             table.report = self._reports.setdefault(id(param), kernels.Report(param.device))
-        elif self._lock is not self._bare_lock and table.kernels is not None:
+        elif table.kernels is not None:
             table.ahead, table.keeper = _ahead.of(param), self._self
             if table.ahead is not None:
                 table.ahead.keep([param, *table.slots.values()])
-            sharing = [other for other in self._tables.values() if other.memory == table.memory]
+                if self._lock is self._bare_lock:
+                    self._lock = _ahead.WaitingLock(self._bare_lock, self._self)
+            tables = self._tables.values() if self._lock is not self._bare_lock else ()
+            sharing = [other for other in tables if other.memory == table.memory]
             for other in sharing if len(sharing) > 1 else ():  # a step of one moves rows of the others
                 if other.ahead is not None:
                     other.ahead.read_late()
@@ -366,7 +369,7 @@ class RowOptimizer(StatefulOptimizer):
         for group in self.param_groups if is_copy else ():
             group.update({"state_dir": None} if "state_dir" in group else {})  # the copied state is in memory
         self._options = _options_of(self.defaults)
-        self._look_at_params()
+        self._peers = _part.peers_of(self._all_params())
 
 
 _NO_STATE: State = {}

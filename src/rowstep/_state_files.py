@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _before_sync
+from ._memory import before_sync
 from ._state import SLOTS, State, StateSpec, misfit, steps_taken
 
 
@@ -24,6 +24,7 @@ class StateFiles:
     def __init__(self) -> None:
         # By the id of a parameter: its state, and the file's count of its steps.
         self._counts: dict[int, tuple[State, Tensor]] = {}
+        before_sync.add(self)
 
     def take_up(self, optimizer: Any, group: Mapping[str, Any], at: int) -> None:
         """Make what the files of a group have the state of its parameters."""
@@ -50,7 +51,7 @@ class StateFiles:
             found.append((param, state, count))
         for param, state, count in found:  # now that all of them fit
             optimizer.state[param] = state
-            self._note(optimizer, param, count)
+            self._counts[id(param)] = state, count
 
     def maker(self, optimizer: Any, param: Tensor) -> Callable[..., Tensor] | None:
         """What makes new slots of a parameter in files; None if those belong into memory."""
@@ -64,11 +65,7 @@ class StateFiles:
         """Count the steps of a parameter in a file, from the next sync on, if its state is in files."""
         make = None if id(param) in self._counts else self.maker(optimizer, param)
         if make is not None:
-            self._note(optimizer, param, make("step", (1,), torch.int64))
-
-    def _note(self, optimizer: Any, param: Tensor, count: Tensor) -> None:
-        self._counts[id(param)] = optimizer.state[param], count
-        _before_sync.functions.add(self)
+            self._counts[id(param)] = optimizer.state[param], make("step", (1,), torch.int64)
 
     def __call__(self) -> None:
         """Write the counts."""

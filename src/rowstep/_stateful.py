@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from . import _ahead, _part, _surgery
+from . import _part, _surgery
 from ._commit import is_averaged_table
 from ._loading import check_slots, check_states, check_structure, separate_counts, uncast_slots
 from ._options import HOW_TORCH_STEPS, check_group, check_learning_rate
@@ -185,16 +185,9 @@ class StatefulOptimizer(Optimizer):
 
     def _look_for_shards(self) -> None:
         """Note the ranks that share tables with this one, and make the state that checkpoints load into."""
-        self._look_at_params()
+        self._peers = _part.peers_of(self._all_params())
         if any(_part.part_of(param) is not None for param in self._all_params()):
             self.allocate_state()
-
-    def _look_at_params(self) -> None:
-        """Note the ranks that share tables with this one, and whether one has to wait for a table."""
-        params = self._all_params()
-        self._peers = _part.peers_of(params)
-        if self._lock is self._bare_lock and any(_ahead.of(param) is not None for param in params):
-            self._lock = _ahead.WaitingLock(self._bare_lock, self._self)
 
     def _all_params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]

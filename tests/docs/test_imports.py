@@ -22,9 +22,7 @@ class Layer(NamedTuple):
 
 
 LAYERS = {
-    "plain": Layer(
-        ("_before_sync", "_choice", "_fork", "_rules", "_schedule", "_warnings"), may_import=(), without=("torch",)
-    ),
+    "plain": Layer(("_choice", "_fork", "_rules", "_schedule", "_warnings"), may_import=(), without=("torch",)),
     "kernels": Layer(("_kernels", "_triton"), may_import=("plain",), without=("torch",)),
     "arrays": Layer(("arrays",), may_import=("plain", "kernels"), without=("torch",)),
     "tensors": Layer(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
+import multiprocessing
 import os
 import pickle
 import random
@@ -15,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,8 @@ from torch import Tensor
 
 from rowstep import DeferredAdam, DeferredAdamW, HostEmbedding, SparseAdam, _ahead, clip_grad_norm_, prefetched, storage
 from rowstep._backends import numba as kernels
+from rowstep._waiting import Waiting
+from tests.helpers.deferred_cases import LONG
 
 ROWS, DIM = 60, 5
 BF16 = torch.bfloat16
@@ -107,7 +112,7 @@ def late_parts(run: Run) -> int:
 @pytest.mark.parametrize("options", OPTIMIZERS)
 def test_same_bits(options: str, dtype: torch.dtype, overlap: float) -> None:
     plain, ahead = (Run(OPTIMIZERS[options], dtype) for _ in range(2))
-    loader, late = batches(40, overlap), 0
+    loader, late = batches(1000 if LONG else 40, overlap), 0
     for run, source in ((plain, loader), (ahead, prefetched(loader, {ahead.table: lambda ids: ids}))):
         for number, ids in enumerate(source):
             run.optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
@@ -247,6 +252,28 @@ def test_an_error_that_is_known_is_told_by_the_next_lookup(monkeypatch: pytest.M
         held.run.table(held.following)
 
 
+def test_no_rows_that_were_read_before_an_error_are_used_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(OPTIMIZERS["SparseAdam"])
+    following = [torch.arange(5), torch.arange(3, 8)]
+    for _ in range(2):
+        for ids in following:
+            run.table.prefetch(ids)
+        run.step(torch.arange(10), run.optimizer)
+    usual = kernels._step_part
+
+    def fail(*args: Any) -> int:
+        usual(*args)
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(kernels, "_step_part", fail)
+    for ids in following:
+        run.table.prefetch(ids)
+    run.optimizer.step()
+    with pytest.raises(RuntimeError, match="MemoryError"):
+        run.table(following[0])
+    assert torch.equal(run.table(following[1]), run.table.weight[following[1]])
+
+
 def test_an_error_of_one_table_does_not_cut_short_the_step_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a program ends, for instance."""
     first = Held(monkeypatch)
@@ -285,6 +312,17 @@ def test_an_optimizer_that_ends_while_its_step_is_made_leaves_no_row_waiting(mon
     assert torch.equal(held.run.table.weight, held.plain.table.weight)
 
 
+def test_a_write_behind_the_back_of_rows_that_wait_is_refused() -> None:
+    run = Run(OPTIMIZERS["DeferredAdam"])
+    alias = run.table.weight.detach()
+    for ids in batches(3, 0.5):
+        run.table.prefetch(torch.arange(5))
+        run.step(ids, run.optimizer)
+    alias[0] = 1
+    with pytest.raises(RuntimeError, match="written to through another tensor that shares its memory"):
+        run.optimizer.state_dict()
+
+
 def test_skipped_rows_are_those_of_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(OPTIMIZERS["skips"])
     for _ in range(2):
@@ -302,6 +340,33 @@ def test_an_interrupt_while_somebody_waits_leaves_the_step_whole(monkeypatch: py
         held.run.optimizer.state_dict()
     held.may_go_on.set()
     assert_same(held.plain, held.run)
+
+
+def test_an_interrupt_leaves_the_lock_to_other_threads() -> None:
+    """Python handles signals when a function begins and after a call into C."""
+    run, was_interrupted, at = Run(OPTIMIZERS["SparseAdam"]), True, 0
+    lock = run.optimizer._bare_lock
+    while was_interrupted:
+        was_interrupted, at, points = False, at + 1, itertools.count(1)
+
+        def interrupt(frame: Any, event: str, _: Any, at: int = at, points: Iterator[int] = points) -> None:
+            if frame.f_code.co_filename == _ahead.__file__ and event in ("call", "c_return") and next(points) == at:
+                raise KeyboardInterrupt
+
+        run.table.prefetch(torch.arange(5))
+        run.back(torch.arange(10))
+        run.optimizer.step()
+        sys.setprofile(interrupt)
+        try:
+            with run.optimizer._lock:
+                pass
+        except KeyboardInterrupt:
+            was_interrupted = True
+        finally:
+            sys.setprofile(None)
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(lambda: lock.acquire(blocking=False) and not lock.release()).result(), at
+    assert at > 10
 
 
 def test_a_forked_process_has_the_whole_step_and_can_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,6 +401,34 @@ optimizer.step()
     with pytest.warns(UserWarning, match="not clean"):
         weight = storage.open(tmp_path / "table.safetensors", "weight")
     assert torch.allclose(weight, torch.full((1000, 8), 0.5))  # or it is 1 still
+
+
+def test_a_forked_process_of_multiprocessing_makes_its_last_step() -> None:
+    """Such processes end without the functions of atexit."""
+    run = Run(OPTIMIZERS["SparseAdam"])
+    run.table.share_memory()
+    before = run.table.weight.detach().clone()
+
+    def train() -> None:
+        run.table.prefetch(torch.arange(5))
+        run.back(torch.arange(ROWS))
+        run.optimizer.step()
+
+    child = multiprocessing.get_context("fork").Process(target=train)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert (run.table.weight != before).all()
+
+
+@pytest.mark.parametrize("is_optimizer_first", [False, True])
+def test_copies_prefetch_as_well(is_optimizer_first: bool) -> None:
+    run = Run(OPTIMIZERS["SparseAdam"])
+    parts = [run.table, run.optimizer]
+    run.table, run.optimizer = copy.deepcopy(parts[::-1])[::-1] if is_optimizer_first else copy.deepcopy(parts)
+    for ids in prefetched(batches(3, 0.5), {run.table: lambda ids: ids}):
+        run.step(ids, run.optimizer)
+    assert isinstance(run.table.weight, Waiting)
 
 
 def test_bags_padding_and_ids_of_32_bits() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from rowstep import DeferredAdam, HostEmbedding, SparseAdam, storage
 from tests.helpers.copies import objects_through_a_file, pickled
@@ -109,6 +109,15 @@ def test_a_tensor_becomes_a_table_without_a_copy() -> None:
     assert not HostEmbedding.from_pretrained(rows).weight.requires_grad
     with pytest.raises(ValueError, match="expected two dimensions"):
         HostEmbedding.from_pretrained(rows[0])
+    with pytest.raises(TypeError, match="from_pretrained has no dtype, key or path"):
+        HostEmbedding.from_pretrained(rows, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("part", [lambda rows: rows[:, :3], lambda rows: rows[::2], Tensor.t])
+def test_a_table_may_be_a_part_of_one_in_a_file(tmp_path: Path, part: Callable[[Tensor], Tensor]) -> None:
+    rows = part(storage.create(tmp_path / "a.safetensors", 10, 10, init=nn.init.normal_))
+    table = HostEmbedding.from_pretrained(rows, freeze=False)
+    assert torch.equal(table(IDS[0, :1]), rows[3:4])
 
 
 # Moves and conversions

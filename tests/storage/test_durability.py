@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -158,7 +159,7 @@ def test_a_file_system_that_notices_nothing_has_no_clean_files() -> None:
 
 def test_a_record_that_cannot_be_read_is_named(path: Path) -> None:
     make(path)
-    for text in ("", "{}", "[1]", '{"synced_at": 1, "odd": 2}'):
+    for text in ("", "{}", "[1]", "[" * 100_000, '{"synced_at": 1, "odd": 2}'):
         Path(f"{path}.rowstep.json").write_text(text)
         with pytest.raises(storage.FileFormatError, match=r"a.safetensors.rowstep.json is damaged; delete it if"):
             storage.open(path, "weight")
@@ -187,6 +188,18 @@ def test_a_sync_that_failed_is_not_forgotten(path: Path, monkeypatch: pytest.Mon
     with pytest.raises(OSError, match="an earlier sync failed, and what it did not write may be lost"):
         storage.sync(table)
     assert not storage.status(path).clean
+
+
+def test_a_sync_that_was_interrupted_can_be_repeated(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = make(path)
+    table[0] = 1
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            storage.sync(table)
+    assert not storage.status(path).clean
+    storage.sync(table)
+    assert storage.status(path).clean
 
 
 def test_only_tensors_in_files_are_synced() -> None:
@@ -259,6 +272,13 @@ def test_a_snapshot_needs_a_new_folder(tmp_path: Path, path: Path) -> None:
     storage.snapshot(tmp_path / "snap", table)
     with pytest.raises(FileExistsError, match="choose another path"):
         storage.snapshot(tmp_path / "snap", table)
+
+
+def test_a_snapshot_of_nothing_is_refused(tmp_path: Path) -> None:
+    gc.collect()
+    with pytest.raises(ValueError, match="this process has no file open for writing; expected"):
+        storage.snapshot(tmp_path / "snap")
+    assert not list(tmp_path.iterdir())
 
 
 def test_files_of_the_same_name_do_not_go_into_one_folder(tmp_path: Path, path: Path) -> None:

@@ -111,6 +111,11 @@ class Deferral:
         """How many of these row numbers name a row that is not up to date."""
         return int((self.notes.view(-1)[rows] < self.schedule.step).sum())
 
+    @property
+    def awaits_step(self) -> bool:
+        """Whether writes to the table are not tracked, because a step is making them."""
+        return self._writes < 0
+
     def accept_writes(self) -> None:
         """What has been written to the table until now was right."""
         self._writes = writes_to(self.table.param) if self._counts_writes else -1

@@ -345,9 +345,10 @@ class DeferredAdam(RowOptimizer):
             pending.count(schedule)
 
     def _after_launches(self, jobs: Sequence[Job], skipped: int) -> None:
-        for job in jobs:
-            job.table.pending.accept_writes()
-            if job.table.ahead is None or job.table.ahead.is_idle:  # or this is called again when it is
+        for job in jobs:  # of tables at work twice: right after the step, and when that has ended
+            if job.table.pending.awaits_step:
+                job.table.pending.accept_writes()
+            if job.table.ahead is None or job.table.ahead.is_idle:
                 job.table.pending.sweep()
 
     def _refuse_stale(self, pending: Deferral) -> None:

@@ -30,7 +30,7 @@ if sys.platform != "linux":
     raise ImportError(f"rowstep.storage relies on Linux, for its locks and file times; this is {sys.platform}")
 
 from .. import _torch_version as _torch_version  # it refuses a torch that is too old  # isort: skip
-from .. import _before_sync
+from .._memory import before_sync
 from . import _header, _mapping, _record, _snapshot
 from ._header import FileFormatError
 from ._record import Status
@@ -133,7 +133,7 @@ def sync(*tensors: Tensor) -> int:
     Returns:
         What ``status`` shows as ``synced_at``.
     """
-    for function in list(_before_sync.functions):
+    for function in list(before_sync):
         function()
     now = time.time_ns()
     for file in _mapping.files_of(tensors):
@@ -152,9 +152,11 @@ def snapshot(folder: str | os.PathLike[str], *tensors: Tensor) -> None:
         folder: must not exist. Files keep their names, so these must differ.
         tensors: as for ``sync``.
     """
-    synced_at, place = sync(*tensors), os.path.realpath(folder)
+    synced_at, place, files = sync(*tensors), os.path.realpath(folder), _mapping.files_of(tensors)
+    if not files:
+        raise ValueError("this process has no file open for writing; expected one or more to copy")
     with _mapping.explained(place):
-        _snapshot.copy(_mapping.files_of(tensors), place, synced_at)
+        _snapshot.copy(files, place, synced_at)
 
 
 def status(path: str | os.PathLike[str]) -> Status:

@@ -52,10 +52,12 @@ class MappedFile(mmap.mmap):
             raise OSError(errno.EIO, "an earlier sync failed, and what it did not write may be lost")
         # First of all, so that what is stored while this runs counts as stored after the sync.
         modified = _record.modified_ns(self.file, self.path)
-        self.has_failed = True  # the kernel reports a page that it could not write once, and then takes it for clean
-        self.flush()
-        os.fsync(self.file)
-        self.has_failed = False
+        try:
+            self.flush()
+            os.fsync(self.file)
+        except OSError:
+            self.has_failed = True  # the kernel reports a page that it could not write once, and then calls it clean
+            raise
         _record.write(self.path, Record(now, modified, _record.identity(os.fstat(self.file))))
 
     def has(self, tensor: Tensor) -> bool:
@@ -186,8 +188,7 @@ def _map(file: int, path: str) -> MappedFile:
 def _end(file: int, path: str, owner: int) -> None:
     """Note an orderly end if nothing was stored after the last sync. A forked process leaves that to its parent."""
     with contextlib.suppress(OSError, FileFormatError):
-        record, found = _record.read(path), os.fstat(file)
-        is_ours = record is not None and record.open_in == _record.identity(found) and os.getpid() == owner
-        if record is not None and is_ours and _record.judge(record, found).clean:
+        record = _record.read(path)
+        if record is not None and os.getpid() == owner and _record.judge(record, os.fstat(file)).clean:
             _record.write(path, record._replace(open_in=None))
     os.close(file)

@@ -65,7 +65,7 @@ def read(path: str) -> Record | None:
         return Record(**json.loads(beside(path).read_bytes()))
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         raise FileFormatError(f"{beside(path)} is damaged; delete it if {path} is known to be good") from None
 
 
