@@ -29,7 +29,9 @@ def scaled(grad: Tensor, factor: Tensor) -> Tensor:
 def like_sparse(grad: Tensor, indices: Tensor, values: Tensor, *, coalesced: bool | None = None) -> Tensor:
     """A sparse gradient with these entries, coalesced if ``grad`` is unless told otherwise."""
     coalesced = grad.is_coalesced() if coalesced is None else coalesced
-    return torch.sparse_coo_tensor(indices, values, grad.shape, is_coalesced=coalesced, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        indices, values, grad.shape, device=values.device, is_coalesced=coalesced, check_invariants=False
+    )
 
 
 def replace(grad: Tensor, other: Tensor) -> None:

@@ -53,10 +53,8 @@ class Report:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_pinned = device, device.type != "cpu"
-        self._outside: list[Tensor] = []
-        # By program, in arrays that grow with the number of ids in a step.
-        self._skipped: list[Tensor] = []
-        self._stale: list[Tensor] = []
+        # The latter two by program: arrays that grow with the number of ids in a step.
+        self._outside, self._skipped, self._stale = list[Tensor](), list[Tensor](), list[Tensor]()
 
     def __del__(self) -> None:
         """Keep what kernels may still write to until somebody waits: torch knows of no stream that uses it."""
@@ -66,7 +64,7 @@ class Report:
     @property
     def outside(self) -> Tensor:
         """Where an id that is not in the table goes: itself if it is negative, else one more; 0 if there is none."""
-        return _places(self._outside, 1, dtype=torch.int64, pin_memory=self._is_pinned)
+        return _places(self._outside, 1, dtype=torch.int64, device="cpu", pin_memory=self._is_pinned)
 
     def skipped(self, count: int) -> Tensor:
         """Where each of so many programs counts the rows that it skips."""
@@ -74,7 +72,7 @@ class Report:
 
     def stale(self, count: int) -> Tensor:
         """Where each of so many programs notes that its row was not up to date."""
-        return _places(self._stale, count, dtype=torch.int8, pin_memory=self._is_pinned)
+        return _places(self._stale, count, dtype=torch.int8, device="cpu", pin_memory=self._is_pinned)
 
     @property
     def skipped_rows(self) -> int:
