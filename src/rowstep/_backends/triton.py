@@ -125,10 +125,7 @@ class Launch:
     """The jobs of a step. Each takes one sort and one kernel or, with enough ids for long runs, two."""
 
     def __init__(self) -> None:
-        self.jobs: list[Job] = []
-        self.params: list[Tensor] = []
-        self.memory: set[int] = set()
-        self._sorted: list[_Sorted] = []
+        self.jobs, self.params, self.memory = list[Job](), list[Tensor](), set[int]()
 
     def add(self, *told: Any) -> None:
         """Called when a job has been added, with what the kernels for the CPU are told. Here the job says it all."""
@@ -139,6 +136,8 @@ class Launch:
 
     def reserve(self, most_threads: int) -> None:
         """Sort the row numbers, and have all the memory that it takes to run."""
+        if _DEVICE == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a CUDA graph is captured, which cannot count steps; expected a step outside of it")
         self._sorted = [_Sorted(job.gradient, *job.table.dtypes) for job in self.jobs]
 
     def step(self) -> int:
