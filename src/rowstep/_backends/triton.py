@@ -210,8 +210,9 @@ def norm(gradient: RowGradient, power: float) -> Tensor:
     with torch.cuda.device_of(sums):  # type: ignore[no-untyped-call]
         some.sum_chunks()
         over_rows.norm_rows[(some.count,)](
-            *some.told, sums, power, IS_LARGEST=power == math.inf, N=some.number, BLOCK=some.block, num_warps=some.warps
-        )
+            *some.told, sums, power, IS_LARGEST=power == math.inf, IS_SQUARE=power == 2, N=some.number,
+            BLOCK=some.block, num_warps=some.warps,
+        )  # fmt: skip
     return sums.max() if power == math.inf else sums.sum() ** (1 / power)
 
 
