@@ -241,27 +241,27 @@ def catch_up(pending: Any, rows: Tensor | range) -> bool:
     return True
 
 
-_windows: MutableMapping[Schedule, dict[torch.device, tuple[Tensor, Tensor]]] = weakref.WeakKeyDictionary()
-_rings: MutableMapping[Any, dict[torch.device, _Ring]] = weakref.WeakKeyDictionary()
-"""What has gone to devices: of a schedule its window, once, and of a timeline every step."""
+_windows: MutableMapping[Schedule, dict[Any, tuple[Tensor, Tensor]]] = weakref.WeakKeyDictionary()
+_rings: MutableMapping[Any, dict[Any, _Ring]] = weakref.WeakKeyDictionary()
+"""What was sent by each stream, as others do not wait for it: the window of a schedule, and a timeline's every step."""
 
 
 def _on_device(schedule: Schedule, device: torch.device) -> tuple[Tensor, Tensor]:
     """The window of a schedule and the ring of its timeline, as ``catch_up_rows`` takes them."""
+    stream = None if device.type == "cpu" else torch.cuda.current_stream(device)
     there = _windows.setdefault(schedule, {})
-    if device not in there:
-        ring = _rings.setdefault(schedule.timeline, {}).setdefault(device, _Ring())
+    if stream not in there:
+        ring = _rings.setdefault(schedule.timeline, {}).setdefault(stream, _Ring())
         with torch.inference_mode(False):  # or no later step could write to the ring
-            there[device] = _sent(schedule.window, device), ring.up_to_date(schedule, device)
-    return there[device]
+            there[stream] = _sent(schedule.window, device), ring.up_to_date(schedule, device)
+    return there[stream]
 
 
 class _Ring:
     """A timeline on a device: of each step the coefficients frozen for it, its rate, its root and what decay leaves."""
 
     def __init__(self) -> None:
-        self._newest, self._ring = -1, torch.empty(0)
-        self._log_kept: Any = None
+        self._newest, self._ring, self._log_kept = -1, torch.empty(0), np.empty(0)
 
     def up_to_date(self, schedule: Schedule, device: torch.device) -> Tensor:
         timeline, length, capacity = schedule.timeline, schedule.path.window_length, schedule.path.capacity
