@@ -18,7 +18,7 @@ SMOKE := $(addprefix tests/,$(addsuffix .py,sparse/test_same_as_torch deferred/t
 	state/test_plain_checkpoints))
 # Those of the tests of the update that are small enough for Triton's interpreter.
 INTERPRETED := $(addprefix tests/,$(addsuffix .py,$(addprefix sparse/test_,options nonfinite layouts odd_tensors gradients) \
-	state/test_row_steps))
+	state/test_row_steps clip/test_clip))
 
 .PHONY: demo smoke test check gpu cpus old-cpu stress versions integration clients docs docs-test format bench peers dist clean clean-cache
 

@@ -154,7 +154,9 @@ def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
 
 
 def _sparse(grad: Tensor, indices: Tensor, values: Tensor, is_coalesced: bool) -> Tensor:
-    return torch.sparse_coo_tensor(indices, values, grad.shape, is_coalesced=is_coalesced, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        indices, values, grad.shape, device=values.device, is_coalesced=is_coalesced, check_invariants=False
+    )
 
 
 def _replace(grad: Tensor, other: Tensor) -> None:
@@ -189,7 +191,7 @@ def _norm_over_ranks(parameters: list[Tensor], norm_type: float, foreach: bool |
             functools.partial(measure, peers), "clipping of gradients", norm_type, identities(by_peers[peers])
         )
     ]
-    total: Tensor = torch.linalg.vector_norm(torch.tensor([local[None], *norms], dtype=torch.float64), norm_type)
+    total: Tensor = torch.linalg.vector_norm(_of_each([local[None], *norms]), norm_type)
     first = parameters[0]
     return total.to(first.device, torch.promote_types(first.dtype, torch.float32))
 
@@ -211,9 +213,13 @@ def _total_norm(parameters: list[Tensor], norm_type: float, foreach: bool | None
     if any(isinstance(norm, Tensor) for norm in norms):  # on a GPU, which nobody has waited for
         each = torch.stack([torch.as_tensor(norm, dtype=torch.float64, device=device) for norm in (*norms, *of_dense)])
     else:
-        each = torch.tensor([*norms, *map(float, of_dense)], dtype=torch.float64)
+        each = _of_each([*norms, *map(float, of_dense)])
     total: Tensor = torch.linalg.vector_norm(each, norm_type)
     return total.to(device, dtype)
+
+
+def _of_each(norms: list[float]) -> Tensor:
+    return torch.tensor(norms, dtype=torch.float64, device="cpu")
 
 
 def _checked(grad: Tensor, implementation: Any = None) -> RowGradient:

@@ -137,7 +137,7 @@ def select_rows_(param: Tensor, mask_or_ids: Tensor) -> None:
         raise ValueError(f"the parameter's gradient is {'None' if grad is None else 'sparse'}; expected a dense one")
     rows = named_rows(param, mask_or_ids)
     param.grad = torch.sparse_coo_tensor(
-        rows.unsqueeze(0), grad.index_select(0, rows), grad.shape, check_invariants=False
+        rows.unsqueeze(0), grad.index_select(0, rows), grad.shape, device=grad.device, check_invariants=False
     )
 
 

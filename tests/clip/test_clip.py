@@ -123,7 +123,9 @@ def test_nothing_to_clip() -> None:
     assert float(clip_grad_norm_(iter([empty]), 1.0)) == 0.0
 
 
-def test_many_threads_find_the_same_norm() -> None:
+def test_many_threads_find_the_same_norm(backend: str) -> None:
+    if backend == "triton":
+        pytest.skip("its programs are no threads")
     param = table(5000, 64)
     param.grad = rows_of(param, torch.randint(5000, (6000,)))
     norms: list[Tensor] = []
@@ -208,7 +210,9 @@ def test_gradients_of_several_dtypes() -> None:
     assert_same_gradients([*params, *more], [*twins, *more_twins])
 
 
-def test_an_index_outside_the_table_leaves_every_gradient_as_it_was() -> None:
+def test_an_index_outside_the_table_leaves_every_gradient_as_it_was(backend: str) -> None:
+    if backend == "triton":
+        pytest.skip("on a GPU the step says so, as tests/gpu/test_clip.py has it")
     params, twins = mixed_and_dense()
     wrong = table(4, 2)
     wrong.grad = sparse([[1, -1]], torch.ones(2, 2), (4, 2), checked=False)

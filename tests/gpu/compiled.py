@@ -54,7 +54,7 @@ FACTORS: dict[str, list[Any]] = {
     "count": [5, 100],
     "is_expanded": [False, True],
     "is_large": [False, True],
-    "norm_type": [2.0, torch.inf],
+    "norm_type": [2.0, 3.0, torch.inf],
 }
 
 # What every combination is tried of, if asked to: the options of a kernel, for one table.

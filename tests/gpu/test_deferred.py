@@ -63,6 +63,17 @@ def test_rows_that_wait_longer_than_the_window() -> None:
         torch.testing.assert_close(ours[key], value, rtol=1e-12, atol=1e-15)
 
 
+def test_more_rows_than_one_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rowstep._backends import triton as backend
+
+    start = table(9, 2, dtype=torch.float64)
+    grads = [rows_of(start, ids) for ids in ([0, 1], [5, 5, 5, 2, 5], [0], [8, 3])]
+    monkeypatch.setattr(backend, "_MOST_PROGRAMS", 4)
+    ours, theirs = run("triton", start, grads), run("reference", start, grads)
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-12, atol=1e-15)
+
+
 @pytest.mark.parametrize("options", [{}, {"second_moment": "row"}, {"stochastic_rounding": True}], ids=str)
 def test_16_bits_are_rounded_by_the_bits_of_the_reference(options: dict[str, Any]) -> None:
     start = table(6, 5, dtype=torch.bfloat16)

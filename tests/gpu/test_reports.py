@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from rowstep import SparseAdam
 from tests.helpers import interpreter as interpreter  # skips, without Triton
-from tests.helpers.gradients import rows_of, sparse, step_with, table
+from tests.helpers.gradients import Snapshot, rows_of, sparse, step_with, table
 
 
 def naming(param: Tensor, *ids: int) -> Tensor:
@@ -84,6 +84,20 @@ def test_memory_that_kernels_may_write_to_is_freed_when_somebody_has_waited(monk
     assert done == [True]
     assert kept() is None
     reports[0]._is_pinned = False
+
+
+def test_a_step_in_a_cuda_graph_is_refused_with_nothing_changed(tables: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rowstep._backends import triton as backend
+
+    optimizer, (users, _) = tables
+    step_with(optimizer, users, rows_of(users, [0]))
+    before = Snapshot(optimizer)
+    monkeypatch.setattr(backend, "_DEVICE", "cuda")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="CUDA graph"):
+        step_with(optimizer, users, rows_of(users, [0]))
+    users.grad = None
+    before.assert_unchanged()
 
 
 def test_skipped_rows_are_counted_over_steps_and_tables() -> None:

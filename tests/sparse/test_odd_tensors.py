@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from rowstep import DeferredAdam, SparseAdam
+from rowstep import DeferredAdam, SparseAdam, clip_grad_norm_, clip_grad_value_, select_rows_
 from tests.helpers.gradients import Snapshot, rows_of, sparse, step_with, table
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -120,3 +120,23 @@ def test_a_table_without_numbers_turns_to_a_moment_per_row(shape: tuple[int, int
     with pytest.warns(UserWarning, match="state converted"):
         step_with(optimizer, param, rows_of(param, []))
     assert torch.equal(optimizer.state[param]["exp_avg_sq_row"], torch.zeros(shape[0]))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_what_is_made_lies_beside_the_table_whatever_the_default_device_is(optimizer: Any) -> None:
+    """``torch.set_default_device`` with the device of the model, and tables in host memory."""
+    params = [table(6, 2), table(6, 2), table(6, 2)]
+    made, grads, rows = optimizer(params[:2]), [rows_of(param, [1, 4, 1]) for param in params], torch.tensor([1, 3])
+    params[2].grad = torch.ones(6, 2)
+    torch.set_default_device("meta")
+    try:
+        for clip in (clip_grad_norm_, clip_grad_value_):
+            for param, grad in zip(params[:2], grads, strict=False):
+                param.grad = grad
+            clip(params[:2], 0.1)
+            made.step()
+        select_rows_(params[2], rows)
+        made.state_dict()
+    finally:
+        torch.set_default_device(None)
+    assert all(param.grad is not None and param.grad.is_cpu for param in params)

@@ -53,10 +53,8 @@ class Report:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_pinned = device, device.type != "cpu"
-        self._outside: list[Tensor] = []
-        # By program, in arrays that grow with the number of ids in a step.
-        self._skipped: list[Tensor] = []
-        self._stale: list[Tensor] = []
+        # The latter two by program: arrays that grow with the number of ids in a step.
+        self._outside, self._skipped, self._stale = list[Tensor](), list[Tensor](), list[Tensor]()
 
     def __del__(self) -> None:
         """Keep what kernels may still write to until somebody waits: torch knows of no stream that uses it."""
@@ -66,7 +64,7 @@ class Report:
     @property
     def outside(self) -> Tensor:
         """Where an id that is not in the table goes: itself if it is negative, else one more; 0 if there is none."""
-        return _places(self._outside, 1, dtype=torch.int64, pin_memory=self._is_pinned)
+        return _places(self._outside, 1, dtype=torch.int64, device="cpu", pin_memory=self._is_pinned)
 
     def skipped(self, count: int) -> Tensor:
         """Where each of so many programs counts the rows that it skips."""
@@ -74,7 +72,7 @@ class Report:
 
     def stale(self, count: int) -> Tensor:
         """Where each of so many programs notes that its row was not up to date."""
-        return _places(self._stale, count, dtype=torch.int8, pin_memory=self._is_pinned)
+        return _places(self._stale, count, dtype=torch.int8, device="cpu", pin_memory=self._is_pinned)
 
     @property
     def skipped_rows(self) -> int:
@@ -127,10 +125,7 @@ class Launch:
     """The jobs of a step. Each takes one sort and one kernel or, with enough ids for long runs, two."""
 
     def __init__(self) -> None:
-        self.jobs: list[Job] = []
-        self.params: list[Tensor] = []
-        self.memory: set[int] = set()
-        self._sorted: list[_Sorted] = []
+        self.jobs, self.params, self.memory = list[Job](), list[Tensor](), set[int]()
 
     def add(self, *told: Any) -> None:
         """Called when a job has been added, with what the kernels for the CPU are told. Here the job says it all."""
@@ -141,6 +136,8 @@ class Launch:
 
     def reserve(self, most_threads: int) -> None:
         """Sort the row numbers, and have all the memory that it takes to run."""
+        if _DEVICE == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a CUDA graph is captured, which cannot count steps; expected a step outside of it")
         self._sorted = [_Sorted(job.gradient, *job.table.dtypes) for job in self.jobs]
 
     def step(self) -> int:
@@ -213,8 +210,9 @@ def norm(gradient: RowGradient, power: float) -> Tensor:
     with torch.cuda.device_of(sums):  # type: ignore[no-untyped-call]
         some.sum_chunks()
         over_rows.norm_rows[(some.count,)](
-            *some.told, sums, power, IS_LARGEST=power == math.inf, N=some.number, BLOCK=some.block, num_warps=some.warps
-        )
+            *some.told, sums, power, IS_LARGEST=power == math.inf, IS_SQUARE=power == 2, N=some.number,
+            BLOCK=some.block, num_warps=some.warps,
+        )  # fmt: skip
     return sums.max() if power == math.inf else sums.sum() ** (1 / power)
 
 
@@ -243,27 +241,27 @@ def catch_up(pending: Any, rows: Tensor | range) -> bool:
     return True
 
 
-_windows: MutableMapping[Schedule, dict[torch.device, tuple[Tensor, Tensor]]] = weakref.WeakKeyDictionary()
-_rings: MutableMapping[Any, dict[torch.device, _Ring]] = weakref.WeakKeyDictionary()
-"""What has gone to devices: of a schedule its window, once, and of a timeline every step."""
+_windows: MutableMapping[Schedule, dict[Any, tuple[Tensor, Tensor]]] = weakref.WeakKeyDictionary()
+_rings: MutableMapping[Any, dict[Any, _Ring]] = weakref.WeakKeyDictionary()
+"""What was sent by each stream, as others do not wait for it: the window of a schedule, and a timeline's every step."""
 
 
 def _on_device(schedule: Schedule, device: torch.device) -> tuple[Tensor, Tensor]:
     """The window of a schedule and the ring of its timeline, as ``catch_up_rows`` takes them."""
+    stream = None if device.type == "cpu" else torch.cuda.current_stream(device)
     there = _windows.setdefault(schedule, {})
-    if device not in there:
-        ring = _rings.setdefault(schedule.timeline, {}).setdefault(device, _Ring())
+    if stream not in there:
+        ring = _rings.setdefault(schedule.timeline, {}).setdefault(stream, _Ring())
         with torch.inference_mode(False):  # or no later step could write to the ring
-            there[device] = _sent(schedule.window, device), ring.up_to_date(schedule, device)
-    return there[device]
+            there[stream] = _sent(schedule.window, device), ring.up_to_date(schedule, device)
+    return there[stream]
 
 
 class _Ring:
     """A timeline on a device: of each step the coefficients frozen for it, its rate, its root and what decay leaves."""
 
     def __init__(self) -> None:
-        self._newest, self._ring = -1, torch.empty(0)
-        self._log_kept: Any = None
+        self._newest, self._ring, self._log_kept = -1, torch.empty(0), np.empty(0)
 
     def up_to_date(self, schedule: Schedule, device: torch.device) -> Tensor:
         timeline, length, capacity = schedule.timeline, schedule.path.window_length, schedule.path.capacity
