@@ -74,9 +74,11 @@ ROWSTEP_LOOP = Peer("EmbeddingBag, rowstep", "rowstep_steps.WholeLoop", Rule.LAZ
 TORCH_LOOP = Peer("EmbeddingBag, torch SparseAdam", "torch_loops.SparseAdam", Rule.LAZY, 12)
 FBGEMM_LOOP = Peer("FBGEMM, row-wise Adagrad", "fbgemm_loops.RowwiseAdagrad", Rule.ROW_ADAGRAD, 9, FBGEMM)
 ADAGRAD_LOOP = Peer("FBGEMM, Adagrad", "fbgemm_loops.Adagrad", Rule.ADAGRAD, 12, FBGEMM)
-IN_README = (ROWSTEP_LOOP, TORCH_LOOP, FBGEMM_LOOP, ADAGRAD_LOOP)
 LOOPS = (
-    *IN_README,
+    ROWSTEP_LOOP,
+    TORCH_LOOP,
+    FBGEMM_LOOP,
+    ADAGRAD_LOOP,
     Peer(
         "EmbeddingBag, rowstep (row)", "rowstep_steps.OneNumberPerRow", Rule.ROW, 5,
         remark="as much state as row-wise Adagrad",

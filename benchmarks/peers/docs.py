@@ -1,8 +1,6 @@
 """Put what was measured into docs/peers.md, with its pictures.
 
-    python -m benchmarks.peers.docs [out/peers.json]
-
-The README has the block `loop-short`.
+python -m benchmarks.peers.docs [out/peers.json]
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.contenders import ROOFLINE, ROWSTEP, TORCH
-from benchmarks.peers.catalogue import IN_README, LOOPS, STEPS, Peer
+from benchmarks.peers.catalogue import LOOPS, STEPS, Peer
 from benchmarks.peers.curves import LABELS, THREADS
 from benchmarks.report import Grid, milliseconds, multiple, threads, time
 from benchmarks.timing import Measurement, Timing
@@ -65,17 +65,6 @@ def grids(measurements: Sequence[Measurement]) -> dict[str, Grid]:
         if of_axis := [measured for measured in measurements if measured.kind == axis]:
             made[f"by-{axis}"] = _curve(axis, of_axis)
     return made
-
-
-def loops_in_short(measurements: Sequence[Measurement]) -> Grid:
-    """A line per case and number of threads, with the medians of those in the README alone."""
-    lines, about = [], ""
-    for outcome in outcomes("loop", measurements):
-        medians = [_cell(outcome, peer.name, lambda entry: milliseconds(entry.timing.median)) for peer in IN_README]
-        lines.append([outcome.about if outcome.about != about else "", str(outcome.threads), *medians])
-        about = outcome.about
-    headings = ["whole loop, median ms", "threads", *(peer.name for peer in IN_README)]
-    return Grid(f"{TITLES['loop']}: median ms", headings, lines)
 
 
 def _by_peer(
@@ -149,7 +138,6 @@ def blocks(document: Mapping[str, Any]) -> dict[str, str]:
     made = {"machine": "\n".join(_sentences(document, measurements))}
     made |= {name: grid.markdown() for name, grid in grids(measurements).items()}
     made |= {f"{kind}-left-out": "\n".join(f"- {line}" for line in left_out(kind, measurements)) for kind in PEERS}
-    made["loop-short"] = loops_in_short(measurements).markdown()
     made["contestants"] = contestants(document["versions"], document["missing"]).markdown()
     return made
 

@@ -30,8 +30,8 @@ def replace_table(param: Tensor, table: Tensor, state: State, changed: State) ->
     """
     if is_in_file(param) or any(map(is_in_file, (state[key] for key in changed))):
         raise RuntimeError(
-            "the table or its state is in a file, which has as many rows as it has; expected a table in memory. Copy "
-            "the rows to keep into files of another shape, by rowstep.storage.create"
+            "the table or its state is in a file, whose rows are fixed; expected a table in memory. Copy the rows to "
+            "keep into files of another shape, by rowstep.storage.create"
         )
     if is_averaged(param):
         gc.collect()  # a wrapper that nobody uses any more may still be there

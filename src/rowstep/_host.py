@@ -265,7 +265,9 @@ class _Arrived(torch.autograd.Function):
         values = _transfer(grad, _CPU)
         if ctx.padding is not None:
             rows, values = (torch.cat([each[: ctx.padding], each[ctx.padding + 1 :]]) for each in (rows, values))
-        gradient = torch.sparse_coo_tensor(rows[None], values, ctx.shape, is_coalesced=True, check_invariants=False)
+        gradient = torch.sparse_coo_tensor(
+            rows[None], values, ctx.shape, device=values.device, is_coalesced=True, check_invariants=False
+        )
         return gradient, *[None] * 5
 
 

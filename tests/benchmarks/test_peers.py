@@ -191,8 +191,7 @@ def test_docs_refuse_a_run_that_is_quick_or_lacks_parts(tmp_path: Path, capsys: 
     assert (tmp_path / "peers.md").read_text() == page
 
 
-def test_the_page_and_the_readme_have_the_figures_of_their_data() -> None:
+def test_the_page_has_the_figures_of_their_data() -> None:
     """After a change of the tables: `python -m benchmarks.peers.docs docs/peers.json`."""
     blocks = report.blocks(json.loads(docs.PAGE.with_suffix(".json").read_text()))
     assert pages.fill(docs.PAGE.read_text(), blocks) == docs.PAGE.read_text()
-    assert blocks["loop-short"] in (docs.PAGE.parents[1] / "README.md").read_text()

@@ -61,6 +61,12 @@ def test_demo_says_who_ran_out_of_time(capsys: pytest.CaptureFixture[str]) -> No
     assert "nan" not in shown
 
 
+@pytest.mark.usefixtures("small_demo")
+def test_demo_runs_where_its_progress_cannot_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)  # as with 2>&-
+    assert main(["demo", "--steps", "1"]) == 0
+
+
 def test_the_bars_of_the_demo() -> None:
     """The longest is full, and a value that is not 0 is visible."""
     longest, _ = _demo._chart({"a": 8.0, "b": 1e-6})
@@ -135,6 +141,24 @@ def test_an_interrupted_demo_ends_with_one_sentence_and_130() -> None:
     assert process.returncode == 130
     assert [line for line in shown.splitlines() if line][-1] == "rowstep: interrupted"
     assert "Traceback" not in shown
+
+
+TOO_OLD = "import torch; torch.__version__ = torch.torch_version.TorchVersion('2.7.1')"
+
+
+@pytest.mark.parametrize(
+    ("torch_is", "sentence"),
+    [
+        ("sys.modules['torch'] = None", "needs torch, which is not installed: pip install torch"),
+        (TOO_OLD, "torch 2.7.1 is installed, but rowstep needs torch 2.8 or newer"),
+    ],
+)
+def test_without_a_torch_that_works(torch_is: str, sentence: str) -> None:
+    program = f"import sys; {torch_is}; from rowstep.cli import main; sys.exit(main(['demo']))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"rowstep: {sentence}")
+    assert done.stderr.count("\n") == 1
 
 
 def test_output_that_cannot_be_written(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ Numba and rowstep. NUMBA_CACHE_DIR says where they go; programs that should find
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; argparse itself exits with 2 on arguments it does not know."""
     arguments = _parser().parse_args(argv)
+    if sys.stderr is None:  # it was closed, and progress needs somewhere to go
+        sys.stderr = io.StringIO()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # not every encoding has the characters of bars and of names in files
     try:
@@ -36,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except KeyboardInterrupt:
         return _failed("interrupted", 130)
-    except CommandError as error:
+    except ModuleNotFoundError as error:
+        return _failed(f"needs {error.name}, which is not installed: pip install {error.name}")
+    except (CommandError, ImportError) as error:  # such as that of a torch that is too old
         return _failed(str(error))
     except OSError as error:
         if error.filename is not None:

@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from rowstep._kernels import cache
 
-    print("Compiling takes up to a minute for each dtype; what was compiled before is only loaded.", flush=True)
+    print("Compiling takes seconds for each dtype; what was compiled before is only loaded.", flush=True)
     start, first = time.perf_counter(), len(cache.records)
     for dtype in dict.fromkeys(arguments.dtype or ["float32"]):
         for name in _OPTIMIZERS:

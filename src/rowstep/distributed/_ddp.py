@@ -69,7 +69,7 @@ def _mean_over_ranks(gradient: Tensor, group: ProcessGroup) -> Tensor:
     sums = sum_duplicates(values_of(gradient), found)
     rows, sums = _exchange.all_gather([found.numbers, sums], _AVERAGING, group)
     mean = sums.div_(dist.get_world_size(group))
-    return torch.sparse_coo_tensor(rows.unsqueeze(0), mean, gradient.shape, check_invariants=False)
+    return torch.sparse_coo_tensor(rows.unsqueeze(0), mean, gradient.shape, device=mean.device, check_invariants=False)
 
 
 def ddp(model: nn.Module, process_group: ProcessGroup | None = None, **options: Any) -> DistributedDataParallel:
@@ -182,6 +182,7 @@ def _without_entries(table: Tensor) -> Tensor:
         torch.empty(1, 0, dtype=torch.int64, device=table.device),
         torch.empty(0, *table.shape[1:], dtype=table.dtype, device=table.device),
         table.shape,
+        device=table.device,
         check_invariants=False,
     )
 

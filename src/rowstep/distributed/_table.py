@@ -300,7 +300,9 @@ class ShardedTable(nn.Module, Generic[_Plain]):
             rows, grads = rows[kept], grads[kept]
         if not len(rows):  # tables share the storage of empty parts, and torch fills an empty gradient in place
             rows, grads = rows.clone(), grads.clone()
-        return torch.sparse_coo_tensor(rows.unsqueeze(0), grads, self.weight.shape, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            rows.unsqueeze(0), grads, self.weight.shape, device=grads.device, check_invariants=False
+        )
 
     def positions(self, ids: Tensor) -> Tensor:
         """Where ids of any shape are in the order of the table's rows."""
