@@ -131,6 +131,7 @@ def test_weights_for_each_id_and_their_gradient(dtype: torch.dtype) -> None:
     one, other = (each.grad for each in weights)
     assert one is not None
     torch.testing.assert_close(one, other)
+    assert ours.weight.grad is not None and torchs.weight.grad is not None
     torch.testing.assert_close(ours.weight.grad.to_dense(), torchs.weight.grad.to_dense())  # type: ignore[union-attr]
 
 
@@ -209,6 +210,18 @@ def test_frozen_tables_and_no_grad() -> None:
     ours.requires_grad_(requires_grad=False)
     assert torch.equal(ours(TWICE), torchs(TWICE))
     assert not ours(TWICE).requires_grad
+
+
+def test_a_gradient_lies_beside_the_table_whatever_the_default_device_is() -> None:
+    ours, torchs = pair()
+    torch.set_default_device("meta")
+    try:
+        ours(TWICE).sum().backward()
+    finally:
+        torch.set_default_device(None)
+    torchs(TWICE).sum().backward()
+    assert ours.weight.grad is not None and torchs.weight.grad is not None
+    torch.testing.assert_close(ours.weight.grad.to_dense(), torchs.weight.grad.to_dense())
 
 
 def test_a_second_derivative() -> None:
