@@ -6,10 +6,10 @@ s = T - k, the sum over the k steps in between of weights ``w`` that decay by ``
 
     M0, ebar, M2, M3, M4, M5        ebar = sum(w e) / sum(w)     Mn = sum(w (e/ebar - 1)^n)
 
-Two tables hold them. The *window* covers the gaps 1..J, where J is the number of steps after which ``r^J`` is below the
-precision of the weights: 374 for float64 and 242 for float32, at the default betas. A step makes each gap one longer
-and adds one term to its sums. A row that has waited longer than J needs its first J steps only, and those lie in the
-past for good: when a step leaves the window, its entry is *frozen*. Only the weight decay since then still acts on it.
+Two tables hold them. The *window* covers the gaps 1..J, where J is the number of steps after which ``r^J`` is below
+float64's precision. A step makes each gap one longer and adds one term to its sums. A row that has waited longer than J
+needs its first J steps only, and those lie in the past for good: when a step leaves the window, its entry is *frozen*.
+Only the weight decay since then still acts on it.
 
 Frozen entries are kept in a ring. ``capacity`` steps is how far back it reaches; the owner of the table sees to it that
 no row waits longer, so the memory is bounded however long the run.
@@ -41,12 +41,9 @@ FROZEN_AT, RATE_AT, ROOT_AT, KEPT_AT, LOG_KEPT_ERROR_AT, LOG_KEPT_AT, POWERS_AT 
 SCALARS = 11
 RATIO, GROWTH, EPS, TOLERANCE, HAS_TINY_MEANS = range(5)
 
-# The terms beyond the window are smaller than this against the first, times the tolerance of the series.
-_NEGLIGIBLE = 1e-2
+# The terms beyond the window are smaller than this against the first.
+_NEGLIGIBLE = 1e-17
 _LONGEST_WINDOW = 1 << 16
-
-# How far, relative to a row's own deferred move, the series may be off before terms are added one by one.
-OF_FLOAT64, BELOW_FLOAT64 = 1e-15, 1e-9
 
 # A series has coefficients below this, and unless v is above 0 a mean of e above its inverse: float32 holds them.
 # Elsewhere the terms are summed one by one.
@@ -60,10 +57,10 @@ SMALLEST = 2.0**-1074
 DUST_OF_EPS = 1e-24
 
 
-def window_length(beta1: float, beta2: float, *, amsgrad: bool, tolerance: float = OF_FLOAT64) -> int:
-    """How many steps the momentum of a row keeps acting, to this precision."""
+def window_length(beta1: float, beta2: float, *, amsgrad: bool) -> int:
+    """How many steps the momentum of a row keeps acting, to float64's precision."""
     ratio = beta1 if amsgrad else beta1 / math.sqrt(beta2)
-    return 1 if ratio == 0 else math.ceil(math.log(tolerance * _NEGLIGIBLE) / math.log(ratio))
+    return 1 if ratio == 0 else math.ceil(math.log(_NEGLIGIBLE) / math.log(ratio))
 
 
 def check_betas(beta1: float, beta2: float, *, amsgrad: bool, where: str = "") -> None:
@@ -188,7 +185,7 @@ class Path:
         # Steps are counted from the one at which the schedule begins, so that a row's note of them fits 32 bits however
         # long the run. The origin matters for the bias corrections only.
         self.origin = step
-        self.window_length = length = window_length(beta1, beta2, amsgrad=amsgrad, tolerance=tolerance)
+        self.window_length = length = window_length(beta1, beta2, amsgrad=amsgrad)
         self.capacity = capacity = max(1 << 14, 4 * length)
         self.longest_wait = capacity - capacity // 8 - 2
         """No row may wait for more steps than this."""

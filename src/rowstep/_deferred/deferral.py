@@ -15,11 +15,15 @@ from torch import Tensor
 from .._backends import kernels_for, reference
 from .._rule import Rule
 from .._rules.rounding import step_key
-from .._schedule import BELOW_FLOAT64, OF_FLOAT64, Path, Schedule
+from .._schedule import Path, Schedule
 from .._state import MOMENTS, State, compute_dtype, count_tensor, counting, misfit, steps_taken
 from .._table import Table
 from .._torch_internals import is_faked, note_writes, without_modes, without_torch_function, writes_to
 from .._waiting import Waiting, keeper_of, release, watch
+
+# How far, relative to a row's own deferred move, the series may be off before terms are added one by one.
+_TOLERANCE = {torch.float64: 1e-15}
+_TOLERANCE_BELOW_FLOAT64 = 1e-9
 
 _CALL = operator.methodcaller("__call__")
 
@@ -209,7 +213,7 @@ def begin(table: Table, rule: Rule, taken: int, others: Iterable[Deferral], keep
             schedule = other.schedule
             break
     else:
-        tolerance = OF_FLOAT64 if dtype is torch.float64 else BELOW_FLOAT64
+        tolerance = _TOLERANCE.get(dtype, _TOLERANCE_BELOW_FLOAT64)
         schedule = Path(rule.betas, rule.eps, amsgrad=rule.amsgrad, step=taken, tolerance=tolerance).begin()
     Deferral(table, rule, schedule, keeper)
 
