@@ -84,8 +84,9 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# The figures of README and docs, but for those on other packages and on what models learn. On an idle machine.
 bench: $(READY)
-	$(BIN)/python -m benchmarks
+	for suite in sparse deferred rows memory distributed host; do $(BIN)/python -m benchmarks $$suite || exit 1; done
 
 # What a user would take instead, each in an environment of its own below .venv-peers, which this makes.
 peers: $(READY)
