@@ -36,6 +36,12 @@ def has_memory(tensor: Tensor) -> bool:
     return size >= (offset + last + 1) * tensor.itemsize
 
 
+def data_address(tensor: Tensor) -> int:
+    """Where a tensor's numbers begin; 0 if its storage has none: it was freed, or the tensor wraps others."""
+    address = tensor.data_ptr()  # where there is no memory, torch adds the offset to 0
+    return 0 if address == tensor.storage_offset() * tensor.itemsize else address
+
+
 def address_of(tensor: Tensor) -> int | None:
     """Where a tensor begins in this machine's memory, or None if it has no numbers there.
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ._gradient import RowGradient
+from ._memory import data_address
 from ._rule import Rule, Step
 from ._state import FLOATS, State, StateSpec
 from ._torch_internals import indices_of, values_of
@@ -124,7 +125,7 @@ class Table:
 
 
 def _is_for_kernels(tensor: Tensor) -> bool:
-    has_place = tensor.data_ptr() != 0 or not tensor.numel()  # which a tensor that wraps others has not
+    has_place = data_address(tensor) != 0 or not tensor.numel()
     is_plain = tensor.is_contiguous() and not tensor.is_neg() and has_place
     return is_plain and (tensor.dtype in OF_KERNELS or tensor.dtype is torch.int64)
 

@@ -186,7 +186,8 @@ def _look_up(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         or not isinstance(ids, Tensor)
         or not _see_through(types)
         or ids.dtype is torch.bool  # not ids, and torch will say so
-        or is_wrapped(ids)  # which rows vmap reads cannot be seen
+        or is_wrapped(ids)
+        or ids.is_nested  # which rows are read cannot be seen
         or is_traced()  # what is traced reads other rows later
     ):
         return None

@@ -16,6 +16,7 @@ from torch import nn
 
 from rowstep import DeferredAdam, DeferredAdamW, clip_grad_norm_
 from tests.helpers.deferred_cases import distance, in_memory
+from tests.helpers.gradients import rows_of
 from tests.helpers.program_runs import ROWS, WIDTH, Run, optimizers
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -186,3 +187,17 @@ def test_steps_in_inference_mode(backend: str) -> None:
                 optimizer.step()
         tables.append(run.table.weight.detach().clone())
     assert distance(*tables) <= 1e-12
+
+
+def test_a_table_made_in_inference_mode() -> None:
+    """It does not tell who has written to it either."""
+    with torch.inference_mode():
+        ours, theirs = (nn.Parameter(torch.ones(5, 2, dtype=torch.float64)) for _ in range(2))
+        optimizer, dense = DeferredAdam([ours]), torch.optim.Adam([theirs])
+        for row in (0, 1, 0):
+            optimizer.catch_up(ours, torch.tensor([row]))
+            ours.grad = rows_of(ours, [row], 1.0)
+            theirs.grad = ours.grad.to_dense()
+            optimizer.step(), dense.step()
+        optimizer.flush()
+        assert distance(ours, theirs) <= 1e-12

@@ -48,6 +48,7 @@ REFUSED: list[tuple[type[DeferredAdam], dict[str, Any], str]] = [
     (DeferredAdamW, {"lr": 1.0, "weight_decay": 1.0}, r"lr \* weight_decay is 1.0.*expected less than 1"),
     (DeferredAdam, {"weight_decay": 0.1}, "expected 0, because L2 added to the gradient cannot .*Use DeferredAdamW"),
     (DeferredAdam, {"lr": -1.0}, "Invalid learning rate: -1.0"),
+    (DeferredAdamW, {"eps": 0.0}, "Invalid epsilon value: 0.0"),
 ]
 
 

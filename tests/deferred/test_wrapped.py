@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn.utils import parametrize
 
 from rowstep import StaleRowsError
@@ -105,6 +106,29 @@ def test_a_lookup_under_vmap() -> None:
     twins = waiting(network())
     batch = torch.arange(40).reshape(10, 4)
     reads = [torch.func.vmap(model)(batch) for model in (twins.model, twins.twin)]
+    assert distance(*reads) <= BAR
+    twins.run(1, rows=20)
+    twins.assert_same()
+
+
+@pytest.mark.parametrize("count", [3, 5000])
+def test_ids_that_another_tensor_wraps(count: int) -> None:
+    """As a functional collective returns them. The wrapper has no memory of its own."""
+    twins = waiting(embedding())
+    ids = torch.arange(count) % 40
+    assert AsyncCollectiveTensor(ids).data_ptr() == 0
+    assert distance(twins.model(AsyncCollectiveTensor(ids)), twins.twin(ids)) <= BAR
+    twins.run(1, rows=20)
+    twins.ours.catch_up(twins.model.weight, AsyncCollectiveTensor(ids))
+    assert distance(in_memory(twins.model.weight)[ids], twins.twin.weight[ids]) <= BAR
+    twins.assert_same()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_ids_of_several_lengths() -> None:
+    twins = waiting(embedding())
+    ids = torch.nested.nested_tensor([torch.tensor([1, 30]), torch.tensor([39])])
+    reads = [torch.cat(model(ids).unbind()) for model in (twins.model, twins.twin)]
     assert distance(*reads) <= BAR
     twins.run(1, rows=20)
     twins.assert_same()

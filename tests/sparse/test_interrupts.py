@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import functools
 import signal
+import weakref
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.nn import Parameter
 
+from rowstep import SparseAdam
+from rowstep._kernels.workspace import Workspace
 from rowstep._waiting import Waiting
+from tests.helpers.gradients import rows_of
 from tests.helpers.interrupts import Interrupter, interrupted, lines_of
 from tests.helpers.whole_steps import (
     OPTIONS,
@@ -102,3 +109,35 @@ def test_a_signal_handler_may_replace_a_table_or_step_it(monkeypatch: pytest.Mon
         Interrupter(line, run.optimizer.step).run(run.step)
         assert all(count in (4, 5) for count in run.counts())  # the step that is under way has its count already
         run.step()
+
+
+def test_what_kernels_are_told_of_is_held_until_they_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal's handler replaces a table and its gradient, whose memory is NumPy's and would be freed at once."""
+    monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
+    run, seen = Workspace.run, []
+
+    def world() -> tuple[Any, Any, dict[int, Any]]:
+        rows, weights, values = torch.tensor([[0, 1, 1]]), np.ones((6, 2)), np.ones((3, 2))
+        param = Parameter(torch.from_numpy(weights))
+        grad = torch.sparse_coo_tensor(rows, torch.from_numpy(values), (6, 2), check_invariants=False)
+        param.grad, optimizer = grad, SparseAdam([param])
+        optimizer.step()
+        return param, optimizer, {array.ctypes.data: weakref.ref(array) for array in (weights, values)}
+
+    for line in lines_of(world()[1].step, points=60):
+        param, optimizer, owners = world()
+
+        def let_go(param: Any = param) -> None:
+            param.data, param.grad = torch.zeros(6, 2, dtype=torch.float64), rows_of(param, [2])
+
+        def looked_at(self: Workspace, owners: dict[int, Any] = owners) -> int:
+            told = np.frombuffer(b"".join(self._words), np.int64).tolist()
+            held = [owner() is not None for address, owner in owners.items() if address in told]
+            assert all(held)
+            seen.append(len(held) == 2 and param.data_ptr() not in owners)  # noqa: B023
+            return run(self)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Workspace, "run", looked_at)
+            Interrupter(line, let_go).run(optimizer.step)
+    assert any(seen)

@@ -6,6 +6,7 @@ import inspect
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from rowstep import SparseAdam
+from rowstep import DeferredAdamW, SparseAdam
 from tests.helpers.gradients import copy_of, rows_of, same_bits, sparse, step_with, table
 
 
@@ -91,6 +92,19 @@ class TestTensorLearningRate:
             step_with(optimizer, ours, grad)
             step_with(reference, theirs, grad)
             torch.testing.assert_close(ours, theirs, rtol=4 * 2**-23, atol=0)
+
+
+@pytest.mark.parametrize("cls", [SparseAdam, DeferredAdamW])
+def test_an_array_of_one_number_as_lr(cls: Any) -> None:
+    """torch takes it, and an edit in place counts there as well."""
+    params = [Parameter(torch.ones(2, 1)) for _ in range(2)]
+    lr = np.array(0.1)
+    ours, expected = cls(params[:1], lr=lr), cls(params[1:], lr=0.1)
+    for rate in (0.1, 0.25):
+        lr[...] = expected.param_groups[0]["lr"] = rate
+        for param, optimizer in zip(params, (ours, expected), strict=True):
+            step_with(optimizer, param, rows_of(param, [0, 1], 1.0))
+    assert same_bits(*params)
 
 
 @pytest.fixture

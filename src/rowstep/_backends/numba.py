@@ -25,10 +25,12 @@ from .._kernels.pool import OverThreads
 from .._kernels.rows import Kind, over_rows
 from .._kernels.window import advance
 from .._kernels.workspace import Workspace, borrow
+from .._memory import data_address
 from .._schedule import Path, Window
 from .._state import StateSpec, compute_dtype
 from .._table import Job
 from .._torch_internals import note_writes
+from . import reference
 
 # The types of Numba's that kernels read and write; bfloat16 travels as its bits.
 _TYPES = {torch.bfloat16: types.uint16, torch.float32: types.float32, torch.float64: types.float64}
@@ -58,7 +60,7 @@ def words_of(gradient: RowGradient, note: int = 0) -> bytes | None:
         gradient.check_memory()
         values = gradient.values = values.contiguous()
         stride = gradient.columns
-    rows_at, values_at = gradient.indices.data_ptr(), values.data_ptr()
+    rows_at, values_at = data_address(gradient.indices), data_address(values)
     if not (rows_at and values_at):
         gradient.check_memory()
         return None  # a fake tensor, say, which only looks as if it had some
@@ -211,7 +213,12 @@ def catch_up(pending: Any, rows: Tensor | range) -> bool:
     table, kernel, columns = pending.table, pending.kernel, pending.columns
     schedule = pending.schedule  # a handler that steps puts another in its place
     timeline_at, *_held = schedule.timeline.told
-    ids_at, first, last = (0, rows.start, rows.stop) if isinstance(rows, range) else (rows.data_ptr(), 0, rows.numel())
+    if isinstance(rows, range):
+        ids_at, first, last = 0, rows.start, rows.stop
+    else:
+        ids_at, first, last = data_address(rows), 0, rows.numel()
+        if last and not ids_at:
+            return reference.catch_up(pending, rows)
     if kernel is None:
         options = _options_of(table.spec, pending.rounds_weights)
         stored, number = [_TYPES[dtype] for dtype in table.dtypes], _TYPES[compute_dtype(*table.dtypes)]

@@ -137,8 +137,9 @@ class Deferral:
         param = self.table.param
         if not isinstance(param, Waiting):
             watch(self._waiting, param, self._keeper)
-            # Tables that are cut from one buffer are counted together: nothing can be told of one of them.
-            self._counts_writes = param.untyped_storage().nbytes() == param.nbytes
+            # Tables that are cut from one buffer are counted together: nothing can be told of one of them. Nor of one
+            # that was made in inference mode.
+            self._counts_writes = param.untyped_storage().nbytes() == param.nbytes and not param.is_inference()
         self._writes = -1  # the step itself writes
 
     def release(self) -> None:
