@@ -186,7 +186,7 @@ class RowOptimizer(StatefulOptimizer):
         gradient, as_dense = table.rows_of(grad) if is_ready else None, self._defers
         if gradient is None:
             gradient, as_dense, in_a_table = self._as_rows(param, check_gradient(param), state, rule)
-            if not in_a_table:
+            if not in_a_table and spec is not rule.dense_spec:
                 spec = rule.dense_spec
                 is_ready = table is not None and table.spec is spec and table.fits(state, rule)
             if not is_ready:
