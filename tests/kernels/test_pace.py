@@ -35,6 +35,14 @@ def test_threads_are_used_where_they_help() -> None:
     assert used.count(1) < 10
 
 
+def test_one_slow_launch_in_a_hundred_is_no_reason_to_use_one_thread() -> None:
+    """Seen on a quiet virtual machine: now and then two threads take ten times as long, and the next time do not."""
+    for seed in range(20):
+        random.seed(seed)
+        used = run(Pace(), 2000, lambda threads: quiet(threads) * (10 if random.random() < 0.01 else 1))
+        assert used.count(1) < 200
+
+
 def test_the_first_launch_says_nothing_because_it_compiles() -> None:
     for slow in (1, 2):
         pace = Pace()

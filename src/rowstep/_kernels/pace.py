@@ -40,7 +40,12 @@ class Pace:
             # One that was interrupted says little about the others.
             self._alone += (min(seconds, 2 * self._alone) - self._alone) / 8 if self._alone else seconds
             return
-        self._together += (seconds - self._together) / 4 if self._together else seconds
+        if self._together:
+            # One that waited for a core says little, two soon after each other say enough: with more weight, two threads
+            # that were once late in a hundred launches were given up for a third of them.
+            self._together += (min(seconds, 3 * self._alone) - self._together) / 8
+        else:
+            self._together = seconds
         self._since += 1
         if self._alone and self._together > self._alone:
             self._wait, self._since, self._together = self._pause, 0, 0.0
