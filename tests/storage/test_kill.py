@@ -9,11 +9,13 @@ import os
 import random
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from rowstep import storage
+from rowstep import HostEmbedding, SparseAdam, prefetched, storage
 from tests.storage.others import Others
 
 KILLS = 50 if os.environ.get("ROWSTEP_LONG") == "1" else 8
@@ -89,3 +91,64 @@ def last_step(path: Path) -> float:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.max(storage.open(path, "weight")).item()
+
+
+# A step is made by two threads, and its count is written by the sync. The first sync comes after step 1.
+TRAIN_AHEAD = """
+import os, time
+from pathlib import Path
+from tests.storage.test_kill import TABLE, trained
+folder, shown = Path(sys.argv[1]), int(sys.argv[2])
+storage.create(folder / TABLE, 300, 8)
+def show(step):
+    if step == shown:
+        print(os.getpid(), flush=True)
+        time.sleep(60 * step)
+trained(folder, 10**6, show)
+"""
+TABLE = "table.safetensors"
+
+
+def trained(folder: Path | None, steps: int, after: Callable[[int], None] = lambda _: None) -> dict[str, Tensor]:
+    """A host table and its state after so many steps, in files that every other step syncs, or in memory."""
+    if folder is None:
+        table, state_dir = HostEmbedding.from_pretrained(torch.zeros(300, 8), freeze=False), None
+    else:
+        table, state_dir = HostEmbedding(300, 8, path=folder / TABLE), folder / "state"
+    optimizer = SparseAdam([("table", table.weight)], lr=0.1, state_dir=state_dir)
+    batches = (torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(step)) for step in range(steps))
+    for step, ids in enumerate(prefetched(batches, {table: lambda ids: ids})):
+        optimizer.zero_grad()
+        (table(ids) - 1).square().sum().backward()
+        optimizer.step()
+        if folder is not None and step % 2:
+            storage.sync()
+        after(step)
+    return {"weight": table.weight, **optimizer.state[table.weight]}
+
+
+def test_a_prefetched_run_that_is_killed(tmp_path: Path, others: Others) -> None:
+    """The table and its state are those of the same step in memory, where all of them are clean; else opening warns."""
+    rng = random.Random(0)
+    for turn in range(KILLS // 2):
+        folder, is_synced = tmp_path / str(turn), turn % 2
+        folder.mkdir()
+        others.start(TRAIN_AHEAD, folder, is_synced)
+        while not (line := others.line()).strip().isdigit():
+            assert "ended with" not in line, line
+        time.sleep(0 if is_synced else rng.random() * 0.2)
+        others.kill(int(line))
+        paths = {path.suffixes[-2][1:]: path for path in (folder / "state").glob("*.safetensors")}
+        paths["weight"] = folder / TABLE
+        judged = [storage.status(path) for path in paths.values()]
+        are_clean = all(each.clean for each in judged)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            tensors = {name: storage.open(path, name) for name, path in paths.items()}
+            if are_clean and len({each.synced_at for each in judged}) == 1:
+                expected = trained(None, int(tensors["step"]))
+                assert all(torch.equal(tensors[name], expected[name]) for name in tensors if name != "step")
+            del tensors
+            trained(folder, 3)
+        assert bool(caught) is not are_clean
+        assert are_clean or not is_synced
