@@ -168,7 +168,7 @@ def test_a_tensor_is_found_among_shards(shards: Path, name: str) -> None:
 
 def test_shards_that_are_not_there_are_named(shards: Path) -> None:
     for key, found in [
-        ("tags", "None for 'tags'"),
+        ("tags", r"names no file for the tensor 'tags'; it has \['users', 'items'"),
         ("up", r"'\.\./x' for 'up'; expected the name of a file beside it"),
         ("empty", "'' for 'empty'; expected the name of a file beside it"),
         ("odd", "for 'odd'; expected the name of a file beside it"),

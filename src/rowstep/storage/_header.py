@@ -107,7 +107,9 @@ def find_shard(path: str, key: str) -> str:
     if place.suffix != ".json":
         return str(place)
     shards = _json_object(place.read_bytes(), str(place)).get("weight_map")
-    shard = shards.get(key) if isinstance(shards, dict) else None
+    if isinstance(shards, dict) and key not in shards:
+        raise FileFormatError(f"{place} names no file for the tensor {key!r}; it has {str(list(shards))[:200]}")
+    shard = shards[key] if isinstance(shards, dict) else None
     if not (isinstance(shard, str) and shard.isprintable() and shard == Path(shard).name != ""):
         raise FileFormatError(
             f"the weight_map of {place} has {reprlib.repr(shard)} for {key!r}; expected the name of a file beside it"
