@@ -41,8 +41,8 @@ class Pace:
             self._alone += (min(seconds, 2 * self._alone) - self._alone) / 8 if self._alone else seconds
             return
         if self._together:
-            # One that waited for a core says little, two soon after each other say enough: with more weight, two threads
-            # that were once late in a hundred launches were given up for a third of them.
+            # One that waited for a core says little; two soon after each other say enough. With a weight of a quarter,
+            # threads that were late once in a hundred launches were given up for half of the others.
             self._together += (min(seconds, 3 * self._alone) - self._together) / 8
         else:
             self._together = seconds
