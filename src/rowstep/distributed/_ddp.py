@@ -8,7 +8,8 @@ Sharded tables look after their own gradients, so DDP is told to leave them alon
 - a table that some rank did not use has no gradient there: "Expected sparse gradient to be defined". DDP asks for
   gradients when the first one of a backward pass reaches any of its parameters. Empty ones are given right before that
   moment, so a program may do what it likes with gradients between its forward and backward pass. Those of tables that
-  no rank has used are taken back when the pass has ended.
+  no rank has used are taken back when the pass has ended. A rank that has looked up no ids has used the table, as in
+  one process, and that no gradient shows: so ranks tell each other.
 """
 
 # Annotations must stay objects here: DDP looks at those of the hook.
@@ -44,32 +45,6 @@ from ._table import ShardedTable
 
 _WRAPPING = Operation("wrapping of a model by ddp")
 _AVERAGING = Operation("averaging of a replicated table's gradient by ddp")
-
-
-def _average(
-    group: ProcessGroup,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch's stubs lack it
-) -> torch.futures.Future[Tensor]:
-    """A DDP communication hook that averages sparse gradients over ranks correctly. Dense ones use torch's hook.
-
-    Duplicates are summed before sending. The received gradients are concatenated in rank order and left uncoalesced.
-    """
-    gradient = bucket.buffer()
-    if not gradient.is_sparse:
-        return default_hooks.allreduce_hook(group, bucket)
-    done: torch.futures.Future[Tensor] = torch.futures.Future()
-    # Not now but when this rank's backward pass is through: where a rank does not use a table, DDP hands its gradient
-    # over early, and waiting here for the others would keep them waiting for this rank's part in a sharded table's.
-    after_backward(lambda: done.set_result(_mean_over_ranks(gradient, group)))
-    return done
-
-
-def _mean_over_ranks(gradient: Tensor, group: ProcessGroup) -> Tensor:
-    found = dedupe(indices_of(gradient)[0])
-    sums = sum_duplicates(values_of(gradient), found)
-    rows, sums = _exchange.all_gather([found.numbers, sums], _AVERAGING, group)
-    mean = sums.div_(dist.get_world_size(group))
-    return torch.sparse_coo_tensor(rows.unsqueeze(0), mean, gradient.shape, device=mean.device, check_invariants=False)
 
 
 def ddp(model: nn.Module, process_group: ProcessGroup | None = None, **options: Any) -> DistributedDataParallel:
@@ -111,9 +86,10 @@ def ddp(model: nn.Module, process_group: ProcessGroup | None = None, **options: 
     wrapped = _DataParallel(model, process_group=twin, **options)
     note_ddp(wrapped, parameters_of_ddp(wrapped), tables)
     if tables:
-        wrapped.register_comm_hook(twin, _average)
+        exchange = _ReplicatedTables(tables, twin)
+        wrapped.register_comm_hook(exchange, _ReplicatedTables.average)
         if wrapped.find_unused_parameters:
-            _give_empty_gradients(wrapped, tables)
+            exchange.give_empty_gradients(wrapped)
     return wrapped
 
 
@@ -134,33 +110,68 @@ class _DataParallel(DistributedDataParallel):
         return super().join_hook(**options)  # type: ignore[no-untyped-call]
 
 
-# Gradients of replicated tables that this rank has not used
+# Gradients of replicated tables
 
 
-def _give_empty_gradients(wrapped: DistributedDataParallel, tables: Sequence[Tensor]) -> None:
-    """From now on, these parameters have a gradient whenever this wrapper asks for it."""
-    given = _EmptyGradients(tables)
-    for param in parameters_of_ddp(wrapped):
-        if param.requires_grad:
-            own = param if any(param is table for table in tables) else None
-            node = get_gradient_edge(param).node  # the wrapper keeps it, and with it the hook
-            handle = node.register_prehook(lambda grads, own=own: given.before_accumulation(own, grads))
-            weakref.finalize(wrapped, handle.remove)  # another wrapper may keep the node
+class _ReplicatedTables:
+    """Averages the gradients of these tables, among them empty ones of those that this rank has not used."""
 
-
-class _EmptyGradients:
-    def __init__(self, tables: Sequence[Tensor]) -> None:
-        self._tables = tables
+    def __init__(self, tables: Sequence[Tensor], group: ProcessGroup) -> None:
+        self._tables, self._group = tables, group
         self._given: list[tuple[Tensor, Tensor]] = []  # still there if a backward pass has raised
         self._backward = -1  # the number of the pass they were given in
 
-    def before_accumulation(self, table: Tensor | None, grads: Sequence[Any]) -> None:
+    def average(
+        self,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]  # torch's stubs lack it
+    ) -> torch.futures.Future[Tensor]:
+        """A DDP communication hook that averages sparse gradients over ranks correctly. Dense ones use torch's hook.
+
+        Duplicates are summed before sending. The received gradients are concatenated in rank order, uncoalesced.
+        """
+        gradient = bucket.buffer()
+        if not gradient.is_sparse:
+            return default_hooks.allreduce_hook(self._group, bucket)
+        (table,) = bucket.parameters()
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        # Not now but when this rank's backward pass is through: where a rank does not use a table, DDP hands its
+        # gradient over early, and waiting here for the others would keep them waiting for this rank's part in a sharded
+        # table's.
+        after_backward(lambda: done.set_result(self._mean_over_ranks(table, gradient)))
+        return done
+
+    def _mean_over_ranks(self, table: Tensor, gradient: Tensor) -> Tensor:
+        found = dedupe(indices_of(gradient)[0])
+        sums = sum_duplicates(values_of(gradient), found)
+        is_used = not self._has_given(table)
+        (rows, sums), uses = _exchange.all_gather([found.numbers, sums], is_used, _AVERAGING, self._group)
+        if any(uses):  # then all ranks keep the gradient, and count the step
+            self._given = [each for each in self._given if each[0] is not table]
+        mean = sums.div_(len(uses))
+        return torch.sparse_coo_tensor(
+            rows.unsqueeze(0), mean, gradient.shape, device=mean.device, check_invariants=False
+        )
+
+    def give_empty_gradients(self, wrapped: DistributedDataParallel) -> None:
+        """From now on, the tables have a gradient whenever this wrapper asks for it."""
+        for param in parameters_of_ddp(wrapped):
+            if param.requires_grad:
+                own = param if any(param is table for table in self._tables) else None
+                node = get_gradient_edge(param).node  # the wrapper keeps it, and with it the hook
+                handle = node.register_prehook(lambda grads, own=own: self._before_accumulation(own, grads))
+                weakref.finalize(wrapped, handle.remove)  # another wrapper may keep the node
+
+    def _before_accumulation(self, table: Tensor | None, grads: Sequence[Any]) -> None:
         """A gradient is about to be added to a parameter, which may be one of the tables."""
         if self._backward != (running := number_of_backward()):
             self._give()
             self._backward = running
-        if table is not None and grads[0] is not None and any(table.grad is empty for _, empty in self._given):
+        if table is not None and grads[0] is not None and self._has_given(table):
             table.grad = None  # torch takes the new gradient as it is, and need not copy it
+
+    def _has_given(self, table: Tensor) -> bool:
+        """Whether the gradient of the table is an empty one that this rank's program knows nothing of."""
+        return any(table is other and table.grad is empty for other, empty in self._given)
 
     def _give(self) -> None:
         for table in self._tables:
@@ -172,7 +183,7 @@ class _EmptyGradients:
 
     def _take_back(self) -> None:
         for table, empty in self._given:
-            if table.grad is empty and not len(values_of(empty)):
+            if table.grad is empty:
                 table.grad = None
         self._given.clear()
 

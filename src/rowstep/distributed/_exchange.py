@@ -237,15 +237,22 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def all_gather(tensors: Sequence[Tensor], operation: Operation, group: ProcessGroup) -> list[Tensor]:
-    """For each tensor, those of all ranks one after the other. They have one length, which may differ between ranks."""
-    lengths = synchronize(operation, len(tensors[0]), group, kind="gathered")
+def all_gather(
+    tensors: Sequence[Tensor], mark: bool, operation: Operation, group: ProcessGroup
+) -> tuple[list[Tensor], list[bool]]:
+    """For each tensor, those of all ranks one after the other, and the marks of all ranks.
+
+    The tensors of a rank have one length, which may differ between ranks.
+    """
+    answers = synchronize(operation, len(tensors[0]) << 1 | mark, group, kind="gathered")
+    lengths, marks = [answer >> 1 for answer in answers], [bool(answer & 1) for answer in answers]
     sizes, expected = [[len(tensors[0])] * len(lengths)] * len(tensors), [lengths] * len(tensors)
     to_each = [torch.cat([tensor] * len(lengths)) for tensor in tensors]
     arrived = all_to_all("gathered", to_each, sizes, expected, operation, group)
     if len(lengths) == 1:
         count("gathered", 0)  # it took part, though there was nobody to send to
-    return [as_rows(parts, sum(lengths), like) for parts, like in zip(arrived, tensors, strict=True)]
+    gathered = [as_rows(parts, sum(lengths), like) for parts, like in zip(arrived, tensors, strict=True)]
+    return gathered, marks
 
 
 def each_block(local: Tensor, lengths: list[int], operation: Operation, group: ProcessGroup | None) -> Iterator[Tensor]:
