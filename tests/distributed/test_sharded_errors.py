@@ -162,6 +162,8 @@ def surgery(rank: int) -> None:
         assert torch.equal(known.nonzero().view(-1), torch.tensor([id for id in range(60) if id not in (3, 50)]))
         with pytest.raises(IndexError, match=f"id {ROWS} is outside the table"):
             table.local_rows(torch.tensor([ROWS]))
+        bags = ShardedEmbeddingBag(ROWS, WIDTH, padding_idx=3)
+        assert torch.equal(bags.local_rows(ids), table.local_rows(ids))
 
 
 @pytest.mark.parametrize("program", [lookups_that_fail, reads_that_raise, clipping_that_raises, surgery])

@@ -240,7 +240,8 @@ class ShardedTable(nn.Module, Generic[_Plain]):
             >>> optimizer = SparseAdam(table.parameters())
             >>> optimizer.reset_rows(table.weight, table.local_rows(torch.tensor([4, 7])))
         """
-        positions, mine = self.positions(self.check(ids)), self._shard.positions
+        ShardedTable.check(self, ids)  # of bags, too: ids are enough here
+        positions, mine = self.positions(ids), self._shard.positions
         return positions[(positions >= mine.start) & (positions < mine.stop)] - mine.start
 
     # Lookups
