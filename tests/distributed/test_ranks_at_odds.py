@@ -46,11 +46,11 @@ def works(table: ShardedEmbedding) -> None:
 def other_tables(rank: int) -> None:
     tables = [ShardedEmbedding(ROWS, WIDTH) for _ in range(2)]
     message = message_of(lambda: tables[rank](IDS))
-    said = "lookup of table 1 (table 1: 11 x 4, torch.float32, divided, with"
+    said = "lookup of table 1 (table 1: 11 x 4, torch.float32, divided, gradient='mean', with"
     assert f"rank 0: {said} gradients); rank 1" in message
     with torch.set_grad_enabled(rank == 0):
         message = message_of(lambda: tables[0](IDS))
-    assert f"divided, with gradients); rank 1: {said}" in message
+    assert f"'mean', with gradients); rank 1: {said}" in message
     tables[1].weight.requires_grad_(rank == 1)
     assert "ranks are out of sync" in message_of(lambda: tables[1](IDS))
     works(tables[0])
@@ -71,11 +71,21 @@ def other_dtypes(rank: int) -> None:
 
 
 def other_options(rank: int) -> None:
-    place, gradient = ("divided", "everywhere")[rank], ("sum", "mean")[rank]
-    others: list[dict[str, Any]] = [{"embedding_dim": WIDTH + rank}, {"gradient": gradient}, {"placement": place}]
-    for options in others:
+    place = ("divided", "everywhere")[rank]
+    others: list[tuple[dict[str, Any], list[str]]] = [
+        ({"embedding_dim": WIDTH + rank}, ["11 x 4", "11 x 5"]),
+        ({"gradient": ("sum", "mean")[rank]}, ["gradient='sum'", "gradient='mean'"]),
+        ({"placement": place}, ["divided", "everywhere"]),
+        ({"padding_idx": (0, 1)[rank]}, ["padding_idx=0", "padding_idx=1"]),
+        ({"max_norm": (1.0, 2.0)[rank]}, ["max_norm=1.0, norm_type=2.0", "max_norm=2.0, norm_type=2.0"]),
+    ]
+    for options, said in others:
         table = ShardedEmbedding(ROWS, **{"embedding_dim": WIDTH, **options})
-        assert "ranks are out of sync" in message_of(partial(table, IDS))
+        first, second = message_of(partial(table, IDS)).split("; rank 1: ")
+        assert said[0] in first
+        assert said[1] in second
+    bag = ShardedEmbeddingBag(ROWS, WIDTH, mode=("sum", "mean")[rank])
+    assert "mode='sum', gradient='mean'" in message_of(partial(bag, IDS.view(1, -1)))
     sizes = {"user": (ROWS, WIDTH), "item": (ROWS + rank, WIDTH)}
     for item in ("divided", place):
         tables = ShardedEmbeddingCollection(sizes, plan={"user": "divided", "item": item})
@@ -188,9 +198,8 @@ def sums_of_different_things(rank: int) -> None:
 def other_copies(rank: int) -> None:
     torch.manual_seed(rank)
     tables = ShardedEmbeddingCollection({"user": (ROWS, WIDTH), "item": (5, WIDTH)}, plan={"item": "everywhere"})
-    assert "table 'item': 5 x 4, torch.float32, everywhere, with gradients, rows with checksum" in message_of(
-        lambda: tables({"user": IDS})
-    )
+    message = message_of(lambda: tables({"user": IDS}))
+    assert "table 'item': 5 x 4, torch.float32, everywhere, gradient='mean', with gradients, rows with ch" in message
     tables.load_state_dict({"user.weight": torch.ones(ROWS, WIDTH), "item.weight": torch.ones(5, WIDTH)})
     assert tables({"user": IDS})["user"].eq(1).all()
 

@@ -148,7 +148,7 @@ class JointLookup:
                 + ("" if self._is_compared else table.checksum_in_words())
                 for table, has_grad in zip(self._tables, has_grads, strict=True)
             ]
-            key = fingerprint([(table.identity, table.gradient) for table in self._tables], words)
+            key = fingerprint([table.identity for table in self._tables], words)
             self._operations[facts] = Operation(f"lookup of {self.name}", key, words)
         return self._operations[facts]
 

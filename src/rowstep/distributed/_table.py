@@ -261,7 +261,8 @@ class ShardedTable(nn.Module, Generic[_Plain]):
     @property
     def described(self) -> str:
         """What ranks must have in common of it."""
-        return f"{self.label}: {self.num_embeddings} x {self.embedding_dim}, {self.weight.dtype}, {self.placement}"
+        size = f"{self.num_embeddings} x {self.embedding_dim}"
+        return f"{self.label}: {size}, {self.weight.dtype}, {self.placement}, {self._options_in_words()}"
 
     def checksum_in_words(self) -> str:
         """A checksum of the rows, where every rank must have the same ones."""
@@ -351,7 +352,12 @@ class ShardedTable(nn.Module, Generic[_Plain]):
         self._joint_lookup = JointLookup([self])
 
     def extra_repr(self) -> str:
-        options = {name: getattr(self, name) for name in self.settings[2:]} | {"gradient": self.gradient}
-        words = ", ".join(f"{name}={value!r}" for name, value in options.items() if value not in (None, False))
         size, owned = f"{self.num_embeddings}, {self.embedding_dim}", len(self._shard.positions)
-        return f"{size}, {words}, rank {self.rank} of {self.ranks} owns {owned} rows"
+        return f"{size}, {self._options_in_words()}, rank {self.rank} of {self.ranks} owns {owned} rows"
+
+    def _options_in_words(self) -> str:
+        options = {name: getattr(self, name) for name in self.settings[2:]} | {"gradient": self.gradient}
+        if self.max_norm is None:
+            del options["norm_type"]
+        given = {name: value for name, value in options.items() if value is not None and value is not False}
+        return ", ".join(f"{name}={value!r}" for name, value in given.items())
