@@ -314,3 +314,24 @@ def test_replicas_are_alike_if_they_are_flushed_before_ranks_evaluate_different_
         one, other = ranks.run(2, evaluate_other_ids, is_flushed)
         assert torch.equal(one[0], other[0]) == is_flushed  # else docs/distributed.md need not ask for it
         assert torch.equal(one[1], other[1])  # these send their ids: all ranks catch up alike
+
+
+def read_all_on_rank_0(rank: int, is_flushed: bool) -> Tensor:
+    torch.manual_seed(0)
+    table = ShardedEmbedding(50, 8, placement="everywhere")
+    optimizer = rowstep.DeferredAdamW(table.parameters(), lr=0.01)
+    for step in range(40):
+        optimizer.zero_grad()
+        table(torch.arange(step + 20 * rank, step + 60, 7) % 50).sin().sum().backward()
+        optimizer.step()
+        if is_flushed:
+            optimizer.flush()
+        if rank == 0:
+            table.weight.norm()
+    return table.weight.detach()
+
+
+def test_a_table_that_is_everywhere_is_alike_if_it_is_flushed_before_one_rank_reads_all_of_it(ranks: Ranks) -> None:
+    for is_flushed in (False, True):
+        one, other = ranks.run(2, read_all_on_rank_0, is_flushed)
+        assert torch.equal(one, other) == is_flushed  # else docs/distributed.md need not ask for it
