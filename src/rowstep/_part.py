@@ -87,8 +87,9 @@ class TablePart:
                     "expected the same dimensions"
                 )
             if order == self.order and self._is_cut_as(value):
+                _refuse_other_ranks_rows(value)
                 return _as_in_models(local, dim)
-            value = value.full_tensor()  # it knows its ranks: a parameter that is whole has no peers to ask
+            value = _whole(value, self.peers)
         value = _as_in_models(value, dim)
         if order == self.order:
             return value[self.positions.start : self.positions.stop].clone()  # and let go of the rest
@@ -150,7 +151,7 @@ def as_local_state(state: State, param: Tensor) -> State:
     part, constants = part_of(param), state.get(ROW_ORDER)
     if part is None and constants is None:
         cut = [] if is_dtensor(param) else [key for key in row_slots(state) if is_dtensor(state[key])]
-        return state | {key: state[key].full_tensor() for key in cut}
+        return state | {key: _whole(state[key]) for key in cut}
     if part is None:
         part = TablePart(RowOrder.by_id(len(param)), range(len(param)), peers=None)
     local = {key: value for key, value in state.items() if key != ROW_ORDER}
@@ -171,6 +172,48 @@ def for_each_param(state_dict: StateDict, params: list[Tensor], change: Callable
             if not states[number]:
                 del states[number]
     return state_dict | {"state": states}
+
+
+def _whole(value: DTensor, peers: Peers = None) -> Tensor:
+    """All rows of a DTensor. It knows its ranks, which call this together: a parameter that is whole has no peers."""
+    mesh = value.device_mesh
+    if mesh.size() == 1:
+        return value.to_local()
+
+    def check() -> float:
+        _refuse_other_ranks_rows(value)
+        try:
+            sizes = [group.size() for group in mesh.get_all_groups()]
+        except (LookupError, RuntimeError, ValueError):  # there is no group of the name that the saved one had
+            sizes = []
+        if sizes != list(mesh.shape):
+            raise ValueError(f"the loaded tensor holds the rows of one rank of {mesh.size()}; expected {_ALL_ROWS}")
+        return 0.0
+
+    if peers is None:
+        check()
+    else:
+        peers.gather_numbers(check, "loading of a table")  # so that none waits for ranks that raise
+    return value.full_tensor()
+
+
+_ALL_ROWS = (
+    "all rows, or this rank's. A file by torch.save has only the rows of the rank that wrote it: save with "
+    "torch.distributed.checkpoint, which any number of ranks can load, or save full_weight() or to_embedding(). Or let "
+    "each rank save a file and load its own, on as many ranks"
+)
+
+
+def _refuse_other_ranks_rows(value: DTensor) -> None:
+    """Raise if a DTensor comes from a file that another rank has written: torch takes its rows for this rank's."""
+    import torch.distributed as dist
+
+    mesh = value.device_mesh
+    rank = dist.get_rank() if dist.is_initialized() else None
+    writer = None if (place := mesh.get_coordinate()) is None else int(mesh.mesh[tuple(place)])
+    if rank is None or rank != writer:
+        here = "a process without ranks" if rank is None else f"rank {rank}"
+        raise ValueError(f"the loaded tensor holds the rows of rank {writer}, and this is {here}; expected {_ALL_ROWS}")
 
 
 def _as_in_models(value: Tensor, dim: int) -> Tensor:
