@@ -62,7 +62,7 @@ class TablePart:
         from torch.distributed.tensor import DTensor, Shard
 
         stride = torch.empty(shape, device="meta").stride()
-        mesh = DeviceMesh.from_group(self.peers.group, local.device.type)
+        mesh = DeviceMesh.from_group(self.peers.live_group, local.device.type)
         return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
     def as_local(self, value: Tensor, constants: object = None, dim: int = 2) -> Tensor:
@@ -102,7 +102,7 @@ class TablePart:
 
         if self.peers is None or not (len(value.placements) == 1 and value.placements[0].is_shard(0)):
             return False
-        return bool(value.device_mesh.mesh.tolist() == get_process_group_ranks(self.peers.group))
+        return bool(value.device_mesh.mesh.tolist() == get_process_group_ranks(self.peers.live_group))
 
 
 def peers_of(params: Iterable[Tensor]) -> list[Peers]:

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.nn import functional
 
 import rowstep
-from rowstep.distributed import PeerError, ShardedEmbedding, ShardedEmbeddingBag
+from rowstep.distributed import PeerError, ShardedEmbedding, ShardedEmbeddingBag, ShardedEmbeddingCollection, ddp
 from tests.helpers.ranks import Ranks
 
 ROWS, WIDTH, RANKS = 103, 3, 3
@@ -169,3 +171,36 @@ def surgery(rank: int) -> None:
 @pytest.mark.parametrize("program", [lookups_that_fail, reads_that_raise, clipping_that_raises, surgery])
 def test_errors_are_heard_on_all_ranks_and_the_table_goes_on(ranks: Ranks, program: Callable[[int], None]) -> None:
     ranks.run(RANKS, program)
+
+
+@pytest.mark.parametrize("is_default", [True, False])
+def test_what_needs_a_destroyed_process_group_says_so(is_default: bool) -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    group = None if is_default else dist.new_group([0])
+    table = ShardedEmbedding(ROWS, WIDTH, group=group)
+    tables = ShardedEmbeddingCollection({"user": (ROWS, WIDTH)}, group=group)
+    model = nn.Sequential(table, nn.Linear(WIDTH, 1))
+    optimizer = rowstep.SparseAdam(model.parameters())
+    loss = table(IDS).sum()
+    state_dict = model.state_dict()
+    dist.destroy_process_group(group)
+    if is_default:  # and another one does not help
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        for action in (
+            model.state_dict,
+            optimizer.state_dict,
+            optimizer.step,  # there is a lookup without a backward pass
+            loss.backward,
+            partial(table, IDS),
+            partial(tables, {"user": IDS}),
+            table.to_embedding,
+            partial(model.load_state_dict, state_dict),
+            partial(rowstep.clip_grad_norm_, table.parameters(), 1.0),
+            partial(ddp, model),
+        ):
+            with pytest.raises(ValueError, match=r"process group was destroyed; expected .* Save checkpoints before"):
+                action()
+        assert len(table.weight[table.local_rows(IDS)]) == IDS.numel()
+    finally:
+        dist.destroy_process_group()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from rowstep import SparseAdam
-from rowstep.distributed import ShardedEmbedding
+from rowstep.distributed import ShardedEmbedding, ShardedEmbeddingCollection
 from tests.helpers.ranks import Ranks
 
 ROWS, WIDTH = 24, 3  # blocks of 2, 3 and 4 ranks fill each other up
@@ -98,3 +101,18 @@ def test_a_file_of_a_single_rank_has_all_rows(ranks: Ranks, tmp_path: Path) -> N
     for placement in ("divided", "everywhere"):
         for found in ranks.run(2, read, tmp_path, 0, placement):
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def pickle_everything(rank: int) -> None:
+    table, optimizer = tables(seed=1)
+    for whole in (nn.Sequential(table), table.weight, optimizer, ShardedEmbeddingCollection({"user": (ROWS, WIDTH)})):
+        for action in (pickle.dumps, partial(torch.save, f=io.BytesIO())):
+            with pytest.raises(
+                TypeError, match=r"cannot be pickled, as by torch.save: .* Save state dicts with torch."
+            ):
+                action(whole)
+    pickle.dumps(table.to_embedding())
+
+
+def test_a_module_that_belongs_to_a_process_group_says_how_to_save_it(ranks: Ranks) -> None:
+    ranks.run(2, pickle_everything)

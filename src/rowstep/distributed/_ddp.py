@@ -232,6 +232,7 @@ def _check(model: nn.Module, group: ProcessGroup | None, options: dict[str, Any]
 def _check_ranks(name: str, table: ShardedTable[Any], group: ProcessGroup | None) -> None:
     if group is None:
         return
+    _exchange.ranks_of(table.group)  # raises if it was destroyed
     ours = sorted(dist.get_process_group_ranks(group))
     theirs = [dist.get_rank()] if table.group is None else sorted(dist.get_process_group_ranks(table.group))
     if theirs != ours:

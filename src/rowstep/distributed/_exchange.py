@@ -53,7 +53,14 @@ def ranks_of(group: ProcessGroup | None) -> tuple[int, int]:
     """This process's rank in the group, and how many there are."""
     if group is None:
         return 0, 1
-    rank = dist.get_rank(group)
+    try:
+        rank = dist.get_rank(group)
+    except ValueError as error:
+        raise ValueError(
+            "the process group was destroyed; expected the one that the table was made with. Save checkpoints before "
+            "destroy_process_group. To go on, make tables in a new group, and load a checkpoint into them; until then, "
+            "a table's weight still has this rank's rows"
+        ) from error
     if rank < 0:
         raise ValueError("this process is not in the process group; expected one of its ranks")
     return rank, dist.get_world_size(group)
@@ -281,6 +288,18 @@ class GroupPeers:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupPeers:
         return self  # a process group cannot be copied
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a sharded table, its weight and its optimizer cannot be pickled, as by torch.save: they belong to a "
+            "process group. Save state dicts with torch.distributed.checkpoint, or save table.to_embedding()"
+        )
+
+    @property
+    def live_group(self) -> ProcessGroup:
+        """The group. Raises if it was destroyed."""
+        ranks_of(self.group)
+        return self.group
 
     def gather_numbers(self, measure: Callable[[], float], what: str, *about: object) -> list[float]:
         """What every rank measures. If that raises on some rank, all ranks raise.
