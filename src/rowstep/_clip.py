@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
+# Kept here, because programs put ours in its place, to reach a framework's clipping.
+_torch_clip_grad_value: Any = torch.nn.utils.clip_grad_value_
+
 
 @torch.no_grad()
 def clip_grad_norm_(
@@ -139,7 +142,7 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
     # All sums come first: a dense gradient, which torch clamps in place, may be the memory of a sparse one.
     clamped = [(grad, _clamped_sums(grad, clip_value)) for grad in sparse]
     if dense:  # torch refuses an empty list
-        torch.nn.utils.clip_grad_value_(_as_params(dense), clip_value, foreach=foreach)
+        _torch_clip_grad_value(_as_params(dense), clip_value, foreach=foreach)
     for grad, entries in clamped:
         _replace(grad, entries)
 

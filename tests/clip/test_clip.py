@@ -200,6 +200,18 @@ def test_a_range_without_0_cannot_be_kept_by_a_sparse_gradient(clip_value: float
     assert_same_gradients(params, twins)
 
 
+def test_programs_may_put_them_in_the_place_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, twins = mixed_and_dense()
+    torch.nn.utils.clip_grad_norm_(twins, 0.5)
+    torch.nn.utils.clip_grad_value_(twins, 0.01)
+    for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+        monkeypatch.setattr(module, "clip_grad_norm_", clip_grad_norm_)
+        monkeypatch.setattr(module, "clip_grad_value_", clip_grad_value_)
+    torch.nn.utils.clip_grad_norm_(params, 0.5)
+    torch.nn.utils.clip_grad_value_(params, 0.01)
+    assert_same_gradients(params, twins)
+
+
 def test_gradients_of_several_dtypes() -> None:
     params, twins = mixed_and_dense()
     more, more_twins = mixed_and_dense(torch.float64)
