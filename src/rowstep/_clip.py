@@ -12,23 +12,33 @@ Autograd passes memory on wherever it can, so the values of a sparse gradient ma
 
 So a sparse gradient always gets new values, made before any gradient is written to. ``param.grad`` stays the same
 object. Dense gradients are torch's to scale, in place: others hold their memory on purpose (DistributedDataParallel's
-buckets, FSDP's shards).
+buckets, FSDP's shards). Of a DTensor, torch's functions get the local part: they refuse a mix of DTensors and others.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from . import _backends
+from ._dtensors import MeshGradients, is_partial
 from ._gradient import RowGradient, row_gradient
+from ._memory import is_dtensor
 from ._part import Peers, identities, part_of
 from ._state import compute_dtype
 from ._torch_internals import indices_of, values_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+# Kept here, because programs put ours in its place, to reach a framework's clipping.
+_torch_clip_grad_value: Any = torch.nn.utils.clip_grad_value_
 
 
 @torch.no_grad()
@@ -50,8 +60,9 @@ def clip_grad_norm_(
     scaled once, even if parameters share one. torch scales the dense gradients, in place. A sparse gradient gets a new
     values tensor, because other gradients, or what was passed to ``backward``, may share the old one.
 
-    For a sharded table, the norm covers the rows of all ranks, and every rank of its group must make this call. Other
-    gradients are assumed to be the same on every rank, as under DistributedDataParallel.
+    For sharded tables and DTensors, the norm covers what all ranks hold: all of them must make this call, and all get
+    the norm, a plain Tensor. Other gradients are assumed to be the same on every rank, as under
+    DistributedDataParallel.
 
     Args:
         parameters: a Tensor, or Tensors, whose gradients to scale.
@@ -88,7 +99,7 @@ def clip_grad_norm_(
     # in place, may be the memory of a sparse one.
     sparse, dense = _split(list({id(param.grad): param for param in parameters}.values()))
     clipped = [(grad, _scaled(grad, factor)) for grad in sparse]
-    torch.nn.utils.clip_grads_with_norm_(dense, max_norm, total, foreach)
+    torch.nn.utils.clip_grads_with_norm_(_as_params(dense), max_norm, total, foreach)
     for grad, entries in clipped:
         _replace(grad, entries)
     return total
@@ -123,19 +134,29 @@ def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float, f
         raise ValueError(
             f"Invalid clip_value: {clip_value}; expected >= 0, because rows that a sparse gradient does not name stay 0"
         )
+    if any(is_partial(param.grad) for param in parameters):
+        raise ValueError(
+            "a gradient is a DTensor with a partial placement, of which no rank has the values; expected shards or "
+            "replicas. Use grad.redistribute() first"
+        )
     # All sums come first: a dense gradient, which torch clamps in place, may be the memory of a sparse one.
     clamped = [(grad, _clamped_sums(grad, clip_value)) for grad in sparse]
     if dense:  # torch refuses an empty list
-        torch.nn.utils.clip_grad_value_(dense, clip_value, foreach=foreach)
+        _torch_clip_grad_value(_as_params(dense), clip_value, foreach=foreach)
     for grad, entries in clamped:
         _replace(grad, entries)
 
 
-def _split(parameters: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The sparse gradients, and the parameters that have dense ones."""
-    with_gradient = [param for param in parameters if param.grad is not None]
-    sparse = [param.grad for param in with_gradient if param.grad is not None and param.grad.is_sparse]
-    return sparse, [param for param in with_gradient if param.grad is not None and not param.grad.is_sparse]
+def _split(parameters: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The sparse gradients, and the dense ones; of a DTensor its local part."""
+    grads = [param.grad for param in parameters if param.grad is not None]
+    dense = [grad.to_local() if is_dtensor(grad) else grad for grad in grads if not grad.is_sparse]
+    return [grad for grad in grads if grad.is_sparse], dense
+
+
+def _as_params(grads: Iterable[Tensor]) -> list[Any]:
+    """What torch's functions take, which look for gradients in ``grad``."""
+    return [SimpleNamespace(grad=grad) for grad in grads]
 
 
 def _clamped_sums(grad: Tensor, clip_value: float) -> Tensor:
@@ -166,40 +187,59 @@ def _replace(grad: Tensor, other: Tensor) -> None:
 
 
 def _norm_over_ranks(parameters: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
-    """The norm of all gradients, where those of a sharded table are on several ranks."""
-    by_peers: dict[Peers | None, list[Tensor]] = {None: []}  # in one order on all ranks: the parameters'
+    """The norm of all gradients, where those of sharded tables, and DTensors, are on several ranks."""
+    by_peers: dict[Peers | None, list[Tensor]] = {}  # in one order on all ranks: the parameters'
+    by_mesh: dict[DeviceMesh, list[DTensor]] = {}
     for param in parameters:
-        part = part_of(param)
-        is_cut = part is not None and not part.is_everywhere  # what every rank has whole counts once
-        by_peers.setdefault(part.peers if part is not None and is_cut else None, []).append(param)
-    if len(by_peers) == 1:
+        part, grad = part_of(param), param.grad
+        peers = None if part is None or part.is_everywhere else part.peers  # what every rank has whole counts once
+        if grad is not None and is_dtensor(grad):
+            by_mesh.setdefault(grad.device_mesh, []).append(grad)
+        elif grad is not None or peers is not None:
+            by_peers.setdefault(peers, []).append(param)
+    if not by_mesh and not any(by_peers):
         return _total_norm(parameters, norm_type, foreach)
-    if not norm_type > 0:
+    if any(by_peers) and not norm_type > 0:
         raise ValueError(f"Invalid norm_type value: {norm_type}; expected > 0 with sharded tables")
-    local: dict[Peers | None, float] = {}
+    on_meshes = [MeshGradients(grads, norm_type) for grads in by_mesh.values()]
+    local: dict[Any, Any] = {}
 
-    def measure(peers: Peers) -> float:
+    def measure(key: Any) -> Any:
         if not local:  # all at the first call, so that whatever is wrong here, every rank hears of it
-            local.update((key, float(_total_norm(params, norm_type, foreach))) for key, params in by_peers.items())
-        return local[peers]
+            local.update([(each, float(_total_norm(params, norm_type, foreach))) for each, params in by_peers.items()])
+            local.update([(each, each.local_norms(foreach)) for each in on_meshes])
+        return local.get(key)
 
-    norms = [
-        norm
-        for peers in by_peers
-        if peers is not None
-        for norm in peers.gather_numbers(
-            functools.partial(measure, peers), "clipping of gradients", norm_type, identities(by_peers[peers])
-        )
-    ]
-    total: Tensor = torch.linalg.vector_norm(_of_each([local[None], *norms]), norm_type)
-    first = parameters[0]
-    return total.to(first.device, torch.promote_types(first.dtype, torch.float32))
+    norms: list[float] = []
+    for peers, params in by_peers.items():
+        if peers is not None:
+            norms += peers.gather_numbers(
+                functools.partial(measure, peers), "clipping of gradients", norm_type, identities(params)
+            )
+    failure = None
+    try:
+        measure(None)
+    except Exception as error:  # raised once the other ranks of the meshes know
+        failure = error
+    for each in on_meshes:
+        norm, failed = each.norm(None if failure else measure(each))
+        norms.append(norm)
+        if failed and failure is None:
+            failure = RuntimeError(f"clipping of gradients failed on rank {', '.join(map(str, failed))}; see its error")
+    if failure is not None:
+        raise failure
+    norms += [local[None]] if None in by_peers else []
+    total: Tensor = torch.linalg.vector_norm(
+        _of_each(norms), norm_type or 1.0
+    )  # those of order 0 are counts: they add up
+    return total.to(parameters[0].device, compute_dtype(*(param.dtype for param in parameters)))
 
 
 def _total_norm(parameters: list[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
     """The norm of the gradients' norms, as torch takes it."""
-    sparse, with_dense = _split(parameters)
-    dense = [param.grad for param in with_dense if param.grad is not None]
+    sparse, dense = _split(parameters)
+    if norm_type > 0:  # torch raises for the largest number of none, as of a shard without a row
+        dense = [grad for grad in dense if grad.numel()]
     if not sparse:
         return torch.nn.utils.get_total_norm(dense, norm_type, foreach=foreach)
     device, dtype = (*dense, *sparse)[0].device, compute_dtype(*(grad.dtype for grad in (*dense, *sparse)))

@@ -23,27 +23,52 @@ _FUSED = ("cuda", "mps", "xpu")
 _LARGE_TABLE, _MANY_ROWS = 1 << 20, 10_000
 
 
-def warn_of_forgotten_sparse(params: Iterable[Tensor], name_of: Callable[[Tensor], str]) -> None:
-    """Warn if some of these parameters, which have not been stepped before, seem to be tables without sparse=True."""
-    names = ", ".join(name_of(param) for param in params if param.grad is not None and _is_mostly_zero(param.grad))
-    if names:
-        warn(
-            f"{names}: over nine tenths of the rows of the dense gradient are zero, and a dense gradient steps the "
-            "whole table; expected a sparse one, which steps only the rows touched. Use nn.Embedding(..., sparse=True) "
-            "or nn.EmbeddingBag(..., sparse=True)"
-        )
+def warn_of_dense_tables(params: Iterable[Tensor], name_of: Callable[[Tensor], str]) -> None:
+    """Warn if some of these parameters, which have not been stepped before, seem to be tables that could have sparse
+    gradients.
+
+    A parameter does not know whether it belongs to a module with ``sparse=True``, so its gradient has to tell.
+    """
+    tables = [param for param in params if _is_large_table(param)]
+    for is_avoidable, text in ((_is_mostly_zero, _MOSTLY_ZERO), (_is_mostly_penalty, _MOSTLY_PENALTY)):
+        names = ", ".join(name_of(param) for param in tables if is_avoidable(param))
+        if names:
+            warn(f"{names}: over nine tenths of the rows of the dense gradient are {text}")
 
 
-def _is_mostly_zero(grad: Tensor) -> bool:
-    """Whether this looks like the gradient of a large table of which few rows were looked up.
+_STEPS_ALL = "a dense gradient steps the whole table; expected a sparse one, which steps only the rows touched"
+_MOSTLY_ZERO = f"zero, and {_STEPS_ALL}. Use nn.Embedding(..., sparse=True) or nn.EmbeddingBag(..., sparse=True)"
+_MOSTLY_PENALTY = (
+    f"the weights times one number, as an L2 penalty on the whole table makes them, and {_STEPS_ALL}. Leave the table "
+    "out of the penalty, make its module with sparse=True, and use weight_decay: SparseAdam's decays the rows touched, "
+    "DeferredAdamW's every row"
+)
+
+
+def _is_large_table(param: Tensor) -> bool:
+    grad: Any = param.grad
+    is_plain = type(grad) is Tensor and grad.is_cpu and grad.dim() == 2  # a DTensor would start a collective
+    return is_plain and bool(grad.numel() >= _LARGE_TABLE and len(grad) >= _MANY_ROWS and not has_no_memory(grad))
+
+
+def _is_mostly_zero(param: Tensor) -> bool:
+    """Whether few rows of a table were looked up.
 
     One column answers for all: reading it takes a small part of a dense step, and where a row was looked up it is
     rarely zero. A column without any gradient says nothing.
     """
-    is_plain = type(grad) is Tensor and grad.is_cpu and grad.dim() == 2  # a DTensor would start a collective
-    if not is_plain or grad.numel() < _LARGE_TABLE or len(grad) < _MANY_ROWS or has_no_memory(grad):
-        return False
+    grad: Any = param.grad
     return 0 < int(grad[:, 0].count_nonzero()) < len(grad) // 10
+
+
+def _is_mostly_penalty(param: Tensor) -> bool:
+    """Whether few rows of a table have another gradient than what an L2 penalty gives: a sample of a thousand tells."""
+    grad: Any = param.grad
+    some = slice(None, None, len(grad) // 1000)
+    ratios = grad[some, 0].double() / param[some, 0].double()
+    middle = float(ratios.nanmedian())
+    tolerance = 4 * torch.finfo(grad.dtype).eps * abs(middle)
+    return middle != 0 and int(((ratios - middle).abs() <= tolerance).sum()) > 0.9 * len(ratios)
 
 
 def update_all(items: Iterable[_Operands], group: Mapping[str, Any]) -> None:

@@ -283,7 +283,7 @@ class RowOptimizer(StatefulOptimizer):
                     f"{self._name_of(job.param)}: optimizer state converted to second_moment={spec.second!r} and "
                     f"state_dtype={spec.dtype}: {'; '.join(lost)}"
                 )
-        _dense.warn_of_forgotten_sparse([job.param for job in jobs if job.gradient is None], self._name_of)
+        _dense.warn_of_dense_tables([job.param for job in jobs if job.gradient is None], self._name_of)
 
     def _forget_unlisted(self) -> None:
         """Let go of groups that are not there any more, and of tables that are in none."""

@@ -92,6 +92,27 @@ def test_a_forgotten_sparse_is_warned_of_once(cls: type[SparseAdam | DeferredAda
     step_with(optimizer, users, of_users)  # warnings are errors here
 
 
+@pytest.mark.parametrize("cls", [SparseAdam, DeferredAdamW])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_penalty_that_makes_the_gradient_of_a_table_dense_is_warned_of_once(
+    cls: type[SparseAdam | DeferredAdamW], dtype: torch.dtype
+) -> None:
+    users = torch.nn.Embedding(20_000, 64, padding_idx=0, sparse=True, dtype=dtype)
+    output = torch.nn.Linear(64, 20_000, bias=False)  # as large, and every row of its gradient is of its own
+    optimizer = cls([*users.named_parameters("users"), *output.named_parameters("output")])
+    for step in range(2):
+        optimizer.zero_grad()
+        found = users(torch.randint(20_000, (900,)))
+        penalty = torch.sum(1e-5 * torch.square(users.weight)) + 0.1 * users.weight.norm()
+        (found.float().sum() + output(found.float()).logsumexp(1).sum() + penalty).backward()
+        if step == 0:
+            text = r"^parameter 0 of group 0 \('users.weight'\): over nine tenths .* an L2 penalty .* weight_decay"
+            with pytest.warns(UserWarning, match=text):
+                optimizer.step()
+        else:
+            optimizer.step()  # warnings are errors here
+
+
 @pytest.mark.parametrize(
     ("rows", "columns", "touched"),
     [(20_000, 8, 99), (4_096, 512, 9), (20_000, 64, 4_000), (20_000, 64, 0)],

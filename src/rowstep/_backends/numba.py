@@ -23,6 +23,7 @@ from .._kernels.ids import places_among as finding_places
 from .._kernels.job import JOB_WORDS
 from .._kernels.pool import OverThreads
 from .._kernels.rows import Kind, over_rows
+from .._kernels.share import SHARE_BITS
 from .._kernels.window import advance
 from .._kernels.workspace import Workspace, borrow
 from .._memory import data_address
@@ -38,7 +39,7 @@ _TYPES = {torch.bfloat16: types.uint16, torch.float32: types.float32, torch.floa
 _NO_TYPE = types.float32  # of what a kernel does not touch
 
 _WORDS = struct.Struct("=6q")  # of a gradient, as ``_kernels/job`` has them
-_TABLE = struct.Struct(f"=3q{8 * (JOB_WORDS - 9)}x")  # a table of which nothing is kept
+_TABLE = struct.Struct(f"=4q{8 * (JOB_WORDS - 10)}x")  # a table of which nothing is kept; sums in place of weights
 _CATCH_UP = struct.Struct(f"={catching_up.TOLD_WORDS}q")
 
 
@@ -175,37 +176,37 @@ def first_outside(gradient: RowGradient) -> int | None:
     return int(rows[(rows < 0) | (rows >= gradient.row_count)][0])
 
 
-def _alone(gradient: RowGradient, kernel: OverThreads | None = None) -> Workspace:
+def _alone(gradient: RowGradient, kernel: OverThreads | None = None, sums_at: int = 0) -> Workspace:
     """A workspace for a gradient without a table."""
     workspace, rows, count, columns = borrow(Workspace, kernel), gradient.row_count, gradient.count, gradient.columns
-    table = _TABLE.pack(rows, columns, (rows - 1).bit_length())
+    table = _TABLE.pack(rows, columns, (rows - 1).bit_length(), sums_at)
     workspace.add(count, columns, count * columns * gradient.values.itemsize, words_of(gradient) or b"", table)
     return workspace
 
 
 def has_nonfinite(gradient: RowGradient) -> bool:
     """Whether the summed gradient of some row is not finite."""
-    return bool(_over_gradient(gradient, "nonfinite", most_threads=1).any())
+    return _over_gradient(gradient, "nonfinite", most_threads=1) > 0
 
 
 def norm(gradient: RowGradient, power: float) -> float:
     """The ``power``-norm of the summed gradient, as if it were dense."""
-    sums = _over_gradient(gradient, "norm", torch.get_num_threads(), power)
+    sums = np.zeros(1 << SHARE_BITS)  # by the upper bits of the rows, so that it does not matter who sums what
+    _over_gradient(gradient, "norm", torch.get_num_threads(), power, sums.ctypes.data)
     with np.errstate(over="ignore"):  # beyond float64 the norm is inf
         return float(sums.max() if power == math.inf else sums.sum() ** (1 / power))
 
 
-def _over_gradient(gradient: RowGradient, work: str, most_threads: int, power: float = 0.0) -> Any:
-    """What each part of a gradient comes to."""
+def _over_gradient(gradient: RowGradient, work: str, most_threads: int, power: float = 0.0, sums_at: int = 0) -> int:
+    """What the kernel returns for a gradient without a table."""
     dtype = gradient.values.dtype
     kind = Kind(_NO_TYPE, _NO_TYPE, _NO_TYPE, _TYPES[dtype], _TYPES[compute_dtype(dtype)], work, momentum=None)
-    workspace = _alone(gradient, over_rows(kind))
+    workspace = _alone(gradient, over_rows(kind), sums_at)
     workspace.check()
     workspace.reserve(most_threads, power)
-    workspace.run()
-    results = workspace.results.copy()
+    found = workspace.run()
     workspace.give_back()
-    return results
+    return found
 
 
 def catch_up(pending: Any, rows: Tensor | range) -> bool:

@@ -29,11 +29,12 @@ from .floats import load, narrow, store, widen
 from .job import (
     BETA1, BETA2, COLUMNS, COUNTS_AT, DECAY, EPS, G_AT, G_STRIDE, GROUP_AT, HIGH, JOB, JOB_BYTES, JOB_COUNT, JOBS_AT,
     KEY, KEYS_AT, KEYS_FROM, LOW, M_AT, NOTE, NOTES_AT, P_AT, PIECE_BYTES, PIECES_AT, POSITION_BITS, POWER, RESULTS_AT,
-    ROW_COUNT, SHRINK, SIGN, SPARE_AT, STEP_SIZE, TOTALS_AT, TOTALS_STRIDE, U_AT, V_AT,
+    ROW_BITS, ROW_COUNT, SHRINK, SIGN, SPARE_AT, STEP_SIZE, TOTALS_AT, TOTALS_STRIDE, U_AT, V_AT,
 )  # fmt: skip
 from .pointers import CACHE_LINE, call_group, only_if, pointer, prefetch
 from .pool import OverThreads
 from .rounding import bits_of
+from .share import SHARE_BITS
 from .vectors import sum_of_squares
 
 # How many cache lines to have under way of the gradient and of the tables. Of the gradient that is 4 rows ahead at 64
@@ -55,7 +56,10 @@ class Kind(NamedTuple):
     number: Any
     """The types of what is stored, and of what is computed with."""
     work: str = "step"
-    """``step``, ``norm`` or ``nonfinite``: what is done with the summed gradient of a row."""
+    """``step``, ``norm`` or ``nonfinite``: what is done with the summed gradient of a row.
+
+    A norm is summed by the upper bits of rows, which no two threads share, into what is told in place of the weights.
+    """
     momentum: Any = True
     by_row: Any = None
     amsgrad: Any = None
@@ -169,16 +173,18 @@ def over_rows(kind: Kind) -> OverThreads:
                 g = pointer(g_row_at, N)
 
                 if is_norm:
-                    power = pointer(told_at, _F64)[POWER]
+                    sums, block = pointer(p_at, _F64), row >> max(0, job[ROW_BITS] - SHARE_BITS)
+                    power, so_far = pointer(told_at, _F64)[POWER], sums[block]
                     if power == 2.0:
-                        result += sum_of_squares(g_row_at, columns, N)
+                        so_far += sum_of_squares(g_row_at, columns, N)
                     elif power == math.inf:
                         for c in range(columns):  # written so that a NaN, once seen, stays
                             size = _F64(abs(g[c]))
-                            result = result if result >= size or result != result else size
+                            so_far = so_far if so_far >= size or so_far != so_far else size
                     else:
                         for c in range(columns):
-                            result += _F64(abs(g[c])) ** power if g[c] != 0 else 0.0
+                            so_far += _F64(abs(g[c])) ** power if g[c] != 0 else 0.0
+                    sums[block] = so_far
                     continue
                 if skips or not is_step:
                     is_finite = True
@@ -226,7 +232,7 @@ def over_rows(kind: Kind) -> OverThreads:
                 if is_noted:
                     notes[row] = types.int32(note)
         pointer(launch[RESULTS_AT], _F64)[part] = result
-        return _I(result) if is_step else 0
+        return _I(result)
 
     over_rows_part.__name__ = over_rows_part.__qualname__ = kind.name
     return OverThreads(kernel(_I, _I)(over_rows_part), N)
