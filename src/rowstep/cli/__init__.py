@@ -1,5 +1,4 @@
-"""The command line: `rowstep demo` compares optimizers, `rowstep inspect` shows what a checkpoint holds, `rowstep
-warm-up` compiles kernels ahead of time.
+"""The command line: `rowstep demo` compares optimizers, `rowstep warm-up` compiles kernels ahead of time.
 
 Each command is a module with `run(arguments) -> exit code`, imported when the command runs: `rowstep --version` does
 not wait for torch.
@@ -14,7 +13,6 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rowstep import __version__
 from rowstep.cli.extras import CommandError, number, positive, printable
@@ -31,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stderr is None:  # it was closed, and progress needs somewhere to go
         sys.stderr = io.StringIO()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # not every encoding has the characters of bars and of names in files
+        sys.stdout.reconfigure(errors="replace")  # not every encoding has the characters of the bars
     try:
         code: int = importlib.import_module(f"rowstep.cli.{arguments.module}").run(arguments)
         print(end="", flush=True)  # a closed pipe or a full disk shows here, not when the interpreter ends
@@ -73,10 +71,6 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--steps", type=positive, default=300, help="steps of each optimizer (default: 300)")
     demo.add_argument("--seconds", type=seconds, default=8, help="time for each optimizer (default: 8)")
     demo.add_argument("--threads", type=threads, default=1, help="threads of torch and rowstep (default: 1)")
-
-    about = "show what a checkpoint holds: weights, optimizer state, rows never touched"
-    inspect = command("inspect", about, "checkpoint.pt")
-    inspect.add_argument("path", type=Path, help="a torch.save file, a .safetensors or a .npz")
 
     about = "compile the usual kernels ahead, for container images: the first step loads them"
     warm_up = command("warm-up", about, "--dtype float32 bfloat16")
