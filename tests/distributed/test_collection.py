@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver
 
 import rowstep
-from rowstep.distributed import ShardedEmbeddingCollection, count_traffic, ddp, load
+from rowstep.distributed import ShardedEmbeddingCollection, ddp, load
+from rowstep.distributed._traffic import count_traffic
 from tests.helpers.ranks import Ranks
 
 DTYPE = torch.float64

@@ -15,9 +15,10 @@ from torch.distributed.tensor import Shard
 
 from rowstep import DeferredAdam, SparseAdam
 from rowstep._layout import RowOrder, blocks
-from rowstep.distributed import ShardedEmbedding, ShardedEmbeddingBag, ShardedEmbeddingCollection, count_traffic
+from rowstep.distributed import ShardedEmbedding, ShardedEmbeddingBag, ShardedEmbeddingCollection
 from rowstep.distributed._collection import SMALL_TABLE_ROWS
 from rowstep.distributed._lookup import JointLookup
+from rowstep.distributed._traffic import count_traffic
 from tests.helpers.ranks import Ranks
 
 # The order of rows

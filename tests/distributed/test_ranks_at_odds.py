@@ -22,6 +22,7 @@ from torch import nn
 
 import rowstep
 from rowstep.distributed import PeerError, ShardedEmbedding, ShardedEmbeddingBag, ShardedEmbeddingCollection, ddp
+from rowstep.distributed._traffic import count_traffic
 from tests.helpers.ranks import RankError, Ranks
 
 ROWS, WIDTH = 11, 4
@@ -214,7 +215,7 @@ def all_leave_it_out(rank: int) -> None:
         with torch.no_grad():
             tables[1](IDS)
         tables[1](IDS).sum().backward()
-        with rowstep.distributed.count_traffic() as traffic:
+        with count_traffic() as traffic:
             optimizer.step()
         assert sum(traffic.collectives.values()) == 1
         if step:

@@ -16,7 +16,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from rowstep import DeferredAdam, SparseAdam
-from rowstep.distributed import count_traffic, ddp
+from rowstep.distributed import ddp
+from rowstep.distributed._traffic import count_traffic
 
 pytestmark = pytest.mark.usefixtures("backend")
 

@@ -6,15 +6,12 @@ from ._collection import ShardedEmbeddingCollection
 from ._ddp import ddp
 from ._embedding import ShardedEmbedding, ShardedEmbeddingBag
 from ._exchange import PeerError
-from ._traffic import Traffic, count_traffic
 
 __all__ = [
     "PeerError",
     "ShardedEmbedding",
     "ShardedEmbeddingBag",
     "ShardedEmbeddingCollection",
-    "Traffic",
-    "count_traffic",
     "ddp",
     "load",
 ]

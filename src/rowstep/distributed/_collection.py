@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ._embedding import ShardedEmbedding, ShardedEmbeddingBag
-from ._find_embeddings import Plain, embeddings_of, replace_modules
 from ._lookup import Arguments, JointLookup
 from ._table import DIVIDED, EVERYWHERE
 
+Plain = nn.Embedding | nn.EmbeddingBag
 Sharded = ShardedEmbedding | ShardedEmbeddingBag
 
 Ids = Tensor | tuple[Tensor | None, ...]
@@ -70,13 +70,7 @@ class ShardedEmbeddingCollection(nn.Module):
         group: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        self._begin({name: _as_module(name, table) for name, table in tables.items()}, plan, gradient, group)
-        for name, table in self._tables.items():
-            self.add_module(name, table)
-
-    def _begin(
-        self, plain: Mapping[str, Plain], plan: Mapping[str, str] | None, gradient: str, group: ProcessGroup | None
-    ) -> None:
+        plain = {name: _as_module(name, table) for name, table in tables.items()}
         if not plain:
             raise ValueError("there are no tables; expected at least one")
         plan = plan or {}
@@ -85,59 +79,14 @@ class ShardedEmbeddingCollection(nn.Module):
         small = {name for name, module in plain.items() if module.num_embeddings <= SMALL_TABLE_ROWS}
         self.plan = {name: plan.get(name, EVERYWHERE if name in small else DIVIDED) for name in plain}
         """Where each table is. For another plan, make another collection, and load a checkpoint into it."""
-        self.left_alone: dict[str, str] = {}
-        """Embeddings of a model that ``from_model`` has not replaced, and why."""
         self._tables: dict[str, Sharded] = {}
         for name, module in plain.items():
             kind: Any = ShardedEmbedding if isinstance(module, nn.Embedding) else ShardedEmbeddingBag
             table = kind.from_embedding(module, group=group, gradient=gradient, placement=self.plan[name])
             table.set_label(name)
             self._tables[name] = table.train(module.training)
+            self.add_module(name, table)
         self._joint_lookup = JointLookup(list(self._tables.values()))
-
-    @classmethod
-    def from_model(
-        cls,
-        model: nn.Module,
-        *,
-        plan: Mapping[str, str] | None = None,
-        gradient: str = "mean",
-        group: ProcessGroup | None = None,
-    ) -> ShardedEmbeddingCollection:
-        """Replace the embeddings of a model by sharded tables, in place. Names and state-dict keys stay the same.
-
-        Every rank passes the same model. ``print(collection)`` shows what was replaced, where its rows are, and what
-        was left alone and why: embeddings that share their weight with something else, have hooks, are subclasses, or
-        use ``scale_grad_by_freq``. Create the optimizer afterwards.
-
-        The model's own lookups work as before, but each sends its own messages. To send them together, announce the ids
-        with ``ahead``.
-
-        Args:
-            model: any module with embeddings.
-            plan: where each table is, by name, as for the class.
-            gradient: how to combine the ranks' gradients of a row: ``"mean"`` or ``"sum"``.
-            group: the process group; by default all ranks.
-
-        Examples:
-            >>> import torch
-            >>> from torch import nn
-            >>> from rowstep.distributed import ShardedEmbeddingCollection
-            >>> model = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 1))
-            >>> collection = ShardedEmbeddingCollection.from_model(model)
-            >>> list(collection), list(model.state_dict())
-            (['0'], ['0.weight', '1.weight', '1.bias'])
-        """
-        plain, left_alone = embeddings_of(model)
-        if not plain:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in left_alone.items())
-            raise ValueError(f"the model has no embedding that can be replaced ({reasons or 'it has none at all'})")
-        collection = cls.__new__(cls)
-        nn.Module.__init__(collection)
-        collection._begin(plain, plan, gradient, group)
-        collection.left_alone = left_alone
-        replace_modules(model, {module: collection[name] for name, module in plain.items()})
-        return collection
 
     # Tables
 
@@ -151,8 +100,7 @@ class ShardedEmbeddingCollection(nn.Module):
         return len(self._tables)
 
     def extra_repr(self) -> str:
-        left = [f"left alone: {name} ({reason})" for name, reason in self.left_alone.items()]
-        return "\n".join([*(table.described for table in self._tables.values()), *left])
+        return "\n".join(table.described for table in self._tables.values())
 
     # Lookups
 
@@ -190,9 +138,9 @@ class ShardedEmbeddingCollection(nn.Module):
             >>> import torch
             >>> from torch import nn
             >>> from rowstep.distributed import ShardedEmbeddingCollection
-            >>> model = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 1))
-            >>> collection = ShardedEmbeddingCollection.from_model(model)
-            >>> with collection.ahead({"0": torch.tensor([3, 5])}):
+            >>> collection = ShardedEmbeddingCollection({"user": nn.Embedding(100, 8)})
+            >>> model = nn.Sequential(collection["user"], nn.Linear(8, 1))
+            >>> with collection.ahead({"user": torch.tensor([3, 5])}):
             ...     model(torch.tensor([3, 5])).shape
             torch.Size([2, 1])
         """

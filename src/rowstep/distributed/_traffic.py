@@ -16,11 +16,6 @@ class Traffic:
     Args:
         sent: bytes, by kind of message.
         collectives: how many, by kind of message.
-
-    Examples:
-        >>> from rowstep.distributed import Traffic
-        >>> Traffic(sent={"ids": 40, "rows": 640}).total
-        680
     """
 
     sent: dict[str, int] = field(default_factory=dict)
@@ -41,15 +36,6 @@ def count_traffic() -> Iterator[Traffic]:
 
     Yields:
         A ``Traffic`` that grows as messages are sent.
-
-    Examples:
-        >>> import torch
-        >>> from rowstep.distributed import ShardedEmbedding, count_traffic
-        >>> table = ShardedEmbedding(100, 8)
-        >>> with count_traffic() as traffic:
-        ...     rows = table(torch.tensor([3, 5]))
-        >>> traffic.total  # a single process sends nothing
-        0
     """
     traffic = Traffic()
     _counting.append(traffic)

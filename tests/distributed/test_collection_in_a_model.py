@@ -1,4 +1,4 @@
-"""Embeddings of a model that was not written for ranks: replaced in place, looked up together, errors on all ranks."""
+"""The tables of a collection as modules of a model: looked up together, once announced; errors on all ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import rowstep
-from rowstep.distributed import PeerError, ShardedEmbedding, ShardedEmbeddingBag, count_traffic, ddp
+from rowstep.distributed import PeerError, ddp
 from rowstep.distributed import ShardedEmbeddingCollection as Collection
+from rowstep.distributed._traffic import count_traffic
 from tests.helpers.ranks import Ranks
 
 DTYPE = torch.float64
@@ -21,8 +22,8 @@ DTYPE = torch.float64
 class Item(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.tags = nn.EmbeddingBag(41, 5, mode="sum", dtype=DTYPE)
-        self.shop = nn.Embedding(7, 5, padding_idx=0, dtype=DTYPE)
+        self.tags: Any = nn.EmbeddingBag(41, 5, mode="sum", dtype=DTYPE)
+        self.shop: Any = nn.Embedding(7, 5, padding_idx=0, dtype=DTYPE)
 
 
 class Model(nn.Module):
@@ -31,9 +32,9 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.user = nn.Embedding(103, 5, dtype=DTYPE)
+        self.user: Any = nn.Embedding(103, 5, dtype=DTYPE)
         self.item = Item()
-        self.friend = self.user
+        self.friend: Any = self.user
         self.words = nn.Embedding(13, 5, dtype=DTYPE)
         self.head = nn.Linear(5, 13, bias=False, dtype=DTYPE)
         self.head.weight = self.words.weight
@@ -53,36 +54,32 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return draw(103, 4), draw(41, 8), torch.arange(0, 8, 2), draw(7, 4)
 
 
+def sharded(model: Model, plan: dict[str, str] | None = None) -> Collection:
+    """Put the tables of a collection in the place of the model's own."""
+    collection = Collection({"user": model.user, "tags": model.item.tags, "shop": model.item.shop}, plan=plan)
+    model.user = model.friend = collection["user"]
+    model.item.tags, model.item.shop = collection["tags"], collection["shop"]
+    return collection
+
+
 def train(rank: int, ahead: bool) -> dict[str, Tensor]:
     model = Model()
-    keys, names = list(model.state_dict()), [name for name, _ in model.named_parameters()]
-    collection = Collection.from_model(model, plan={"item.tags": "divided"})
-    assert isinstance(model.user, ShardedEmbedding)
-    assert model.friend is model.user
-    assert isinstance(model.item.tags, ShardedEmbeddingBag)
-    assert type(model.words) is nn.Embedding
-    assert [name for name, _ in model.named_parameters()] == names
-    own = [key for key in model.state_dict() if not key.endswith("rowstep_row_order")]
-    assert own == keys
-    assert list(collection) == ["user", "item.tags", "item.shop"]
-    text = str(collection)
-    assert "left alone: words (another module uses its weight)" in text
-    assert "table 'item.shop': 7 x 5, torch.float64, everywhere" in text
-    assert not list(collection.parameters()), "they are the model's"
-
+    collection = sharded(model, plan={"tags": "divided"})
+    assert "table 'shop': 7 x 5, torch.float64, everywhere" in str(collection)
     wrapped: Any = ddp(model)
     optimizer = rowstep.DeferredAdamW(model, lr=0.01)
     for step in range(8):
         ids = batch(step, rank)
         optimizer.zero_grad()
-        announced = {"user": ids[0], "item.tags": (ids[1], ids[2]), "item.shop": ids[3]}
+        announced: Any = {"user": ids[0], "tags": (ids[1], ids[2]), "shop": ids[3]}
         with count_traffic() as traffic, collection.ahead(announced) if ahead else contextlib.nullcontext():
             loss = wrapped(*ids)
         assert not ahead or traffic.collectives == {"headers": 1, "ids": 1, "votes": 1, "rows": 1}
         loss.backward()
         optimizer.step()
     model.eval()
-    whole = {name: collection[name].full_weight() for name in collection}
+    names = {"user": "user", "tags": "item.tags", "shop": "item.shop"}
+    whole = {names[name]: collection[name].full_weight() for name in collection}
     return whole | {"words": model.words.weight.detach()}
 
 
@@ -100,43 +97,15 @@ def test_a_model_trains_as_in_one_process(ranks: Ranks, ahead: bool) -> None:
             torch.testing.assert_close(weight, model.get_parameter(f"{name}.weight").detach(), rtol=0, atol=1e-12)
 
 
-def test_what_cannot_be_replaced_is_left_alone_with_a_reason() -> None:
-    class Own(nn.Embedding):
-        pass
-
-    model = nn.ModuleDict(
-        {
-            "own": Own(3, 2),
-            "hooked": nn.Embedding(3, 2),
-            "scaled": nn.EmbeddingBag(3, 2, scale_grad_by_freq=True),
-            "normed": nn.utils.parametrizations.weight_norm(nn.Embedding(3, 2)),
-            "buffered": nn.Embedding(3, 2),
-            "plain": nn.Embedding(3, 2),
-        }
-    )
-    model["hooked"].register_forward_hook(lambda *_: None)
-    model["buffered"].register_buffer("counts", torch.zeros(3))
-    model["plain"].weight.requires_grad_(False)
-    collection = Collection.from_model(model.eval())
-    assert list(collection) == ["plain"]
-    assert not model["plain"].weight.requires_grad
-    assert not model["plain"].training
-    words = ("Own", "hooks", "scale_grad_by_freq", "parametrized", "more than a weight")
-    assert all(word in reason for word, reason in zip(words, collection.left_alone.values(), strict=True))
-    for nothing in (nn.Embedding(3, 2), nn.Linear(2, 2), model):
-        with pytest.raises(ValueError, match="the model has no embedding that can be replaced"):
-            Collection.from_model(nothing)
-
-
 def test_what_was_announced_can_be_looked_up_once_inside_the_block() -> None:
     model = Model()
-    collection = Collection.from_model(model)
+    collection = sharded(model)
     ids = torch.tensor([1, 2])
-    with collection.ahead({"user": ids, "item.tags": ids.view(1, 2)}):
+    with collection.ahead({"user": ids, "tags": ids.view(1, 2)}):
         assert torch.equal(model.user(ids.clone()), collection["user"].full_weight()[ids])
         with pytest.raises(ValueError, match="table 'user' was called with other ids than were announced"):
             model.user(ids)
-        with pytest.raises(ValueError, match=r"table 'item\.tags' was called with other ids"):
+        with pytest.raises(ValueError, match=r"table 'tags' was called with other ids"):
             model.item.tags(ids.view(2, 1))
         model.item.tags(ids.view(1, 2))
         model.item.shop(ids)  # nothing was announced for it
