@@ -196,8 +196,6 @@ class RowOptimizer(StatefulOptimizer):
         if gradient is not None:
             if self._defers and table is not None and table.pending is None:
                 table = None  # rows begin to wait
-            if rule.raises_nonfinite:
-                _refuse_nonfinite(gradient)
             if table is None:
                 if flaw := _backends.outside(gradient):
                     raise flaw
@@ -384,10 +382,3 @@ _LEFT_OUT = (
 def _options_of(defaults: Mapping[str, Any]) -> Callable[[Group], tuple[Any, ...]]:
     """A function that reads all options of a group but its lr, which may be another at every step."""
     return operator.itemgetter(*(name for name in defaults if name != "lr"))
-
-
-def _refuse_nonfinite(gradient: RowGradient) -> None:
-    if _backends.for_gradient(gradient).has_nonfinite(gradient):
-        raise FloatingPointError(
-            "the gradient has a non-finite row; expected finite values, because nonfinite='raise' is set"
-        )

@@ -22,7 +22,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "amsgrad": (False, True),
     "force_sparse": (False, True),
     "bias_correction": ("global", "row"),
-    "nonfinite": ("propagate", "skip", "raise"),
+    "nonfinite": ("propagate", "skip"),
     "second_moment": ("element", "row"),
     "state_dtype": (None, torch.bfloat16, torch.float16, torch.float32, torch.float64),
     "stochastic_rounding": (False, True),

@@ -61,7 +61,6 @@ class Rule:
         self.weight_decay, self.is_decoupled = float(group["weight_decay"]), bool(group["decoupled_weight_decay"])
         self.maximize, self.amsgrad, self.seed = bool(group["maximize"]), bool(group["amsgrad"]), group["seed"]
         self.skips_nonfinite = group.get("nonfinite") == "skip"
-        self.raises_nonfinite = group.get("nonfinite") == "raise"
         self.forces_sparse = bool(group.get("force_sparse"))
         self.rounds_weights = bool(group["stochastic_rounding"])
         self.spec, self.dense_spec = StateSpec.under(group), StateSpec.under(group, in_a_table=False)

@@ -52,8 +52,8 @@ class SparseAdam(RowOptimizer):
             own steps, so a row first seen late moves by lr. Global correction moves such a row by up to
             (1 - β₁) / √(1 - β₂) times lr. A dense gradient is a step of every row, corrected as in torch.
         nonfinite: what to do with a row whose summed gradient is not finite. ``"propagate"`` steps it, as torch does;
-            ``"skip"`` leaves the row unchanged and counts it in ``skipped_rows``; ``"raise"`` raises
-            FloatingPointError before anything is written. A dense gradient steps as in torch.
+            ``"skip"`` leaves the row unchanged and counts it in ``skipped_rows``. A dense gradient steps as in torch.
+            To raise instead, clip with ``error_if_nonfinite=True``.
         second_moment: what tables keep of squared gradients: ``"element"`` one number per weight, ``"row"`` one per
             row, their mean. With ``"row"`` and ``betas=(0, beta2)``, no first moment is kept either. See
             ``docs/memory.md``.

@@ -112,7 +112,7 @@ OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
     lambda params: rowstep.SparseAdam(params, lr=0.01),
     lambda params: rowstep.SparseAdam(params, lr=0.01, bias_correction="row", amsgrad=True),
     lambda params: rowstep.SparseAdam(params, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
-    lambda params: rowstep.SparseAdam(params, lr=0.01, weight_decay=0.1, nonfinite="raise"),
+    lambda params: rowstep.SparseAdam(params, lr=0.01, weight_decay=0.1, nonfinite="skip"),
     lambda params: rowstep.SparseAdam(params, lr=0.01, second_moment="row"),
     lambda params: torch.optim.SparseAdam(list(params), lr=0.01),
     lambda params: rowstep.DeferredAdam(params, lr=0.01),

@@ -58,7 +58,7 @@ def test_storing_rounds_to_the_nearest_and_ties_to_even(
 )
 def test_duplicates_are_summed_in_float32(dtype: torch.dtype, addends: list[float], total: float) -> None:
     param = Parameter(torch.zeros(2, 1, dtype=dtype))
-    optimizer = SparseAdam([param], betas=(0.0, 0.0), nonfinite="raise")
+    optimizer = SparseAdam([param], betas=(0.0, 0.0), nonfinite="skip")
     step_with(optimizer, param, rows_of(param, [1] * len(addends), torch.tensor(addends)))
     assert optimizer.state[param]["exp_avg"].flatten().tolist() == [0.0, total]
 

@@ -184,29 +184,18 @@ def _alone(gradient: RowGradient, kernel: OverThreads | None = None, sums_at: in
     return workspace
 
 
-def has_nonfinite(gradient: RowGradient) -> bool:
-    """Whether the summed gradient of some row is not finite."""
-    return _over_gradient(gradient, "nonfinite", most_threads=1) > 0
-
-
 def norm(gradient: RowGradient, power: float) -> float:
     """The ``power``-norm of the summed gradient, as if it were dense."""
     sums = np.zeros(1 << SHARE_BITS)  # by the upper bits of the rows, so that it does not matter who sums what
-    _over_gradient(gradient, "norm", torch.get_num_threads(), power, sums.ctypes.data)
+    dtype = gradient.values.dtype
+    kind = Kind(_NO_TYPE, _NO_TYPE, _NO_TYPE, _TYPES[dtype], _TYPES[compute_dtype(dtype)], "norm", momentum=None)
+    workspace = _alone(gradient, over_rows(kind), sums.ctypes.data)
+    workspace.check()
+    workspace.reserve(torch.get_num_threads(), power)
+    workspace.run()
+    workspace.give_back()
     with np.errstate(over="ignore"):  # beyond float64 the norm is inf
         return float(sums.max() if power == math.inf else sums.sum() ** (1 / power))
-
-
-def _over_gradient(gradient: RowGradient, work: str, most_threads: int, power: float = 0.0, sums_at: int = 0) -> int:
-    """What the kernel returns for a gradient without a table."""
-    dtype = gradient.values.dtype
-    kind = Kind(_NO_TYPE, _NO_TYPE, _NO_TYPE, _TYPES[dtype], _TYPES[compute_dtype(dtype)], work, momentum=None)
-    workspace = _alone(gradient, over_rows(kind), sums_at)
-    workspace.check()
-    workspace.reserve(most_threads, power)
-    found = workspace.run()
-    workspace.give_back()
-    return found
 
 
 def catch_up(pending: Any, rows: Tensor | range) -> bool:

@@ -56,7 +56,7 @@ class Kind(NamedTuple):
     number: Any
     """The types of what is stored, and of what is computed with."""
     work: str = "step"
-    """``step``, ``norm`` or ``nonfinite``: what is done with the summed gradient of a row.
+    """``step`` or ``norm``: what is done with the summed gradient of a row.
 
     A norm is summed by the upper bits of rows, which no two threads share, into what is told in place of the weights.
     """
@@ -90,7 +90,7 @@ def over_rows(kind: Kind) -> OverThreads:
     """The kernel of a kind, to be called for all parts of a launch."""
     P, M, V, G, N, work = kind[:6]  # noqa: N806
     momentum, by_row, amsgrad, decay, as_dense, skip_nonfinite, rounds_state, rounds_weights = kind[6:]
-    is_step, is_norm = work == "step", work == "norm"
+    is_step = work == "step"
     p_size, m_size, v_size, g_size = (each.bitwidth // 8 for each in kind[:4])
     in_place = G == N  # a single occurrence is used where it lies
     is_by_row, has_momentum = by_row is not None, momentum is not None
@@ -172,7 +172,7 @@ def over_rows(kind: Kind) -> OverThreads:
                     here += 1
                 g = pointer(g_row_at, N)
 
-                if is_norm:
+                if not is_step:
                     sums, block = pointer(p_at, _F64), row >> max(0, job[ROW_BITS] - SHARE_BITS)
                     power, so_far = pointer(told_at, _F64)[POWER], sums[block]
                     if power == 2.0:
@@ -186,13 +186,12 @@ def over_rows(kind: Kind) -> OverThreads:
                             so_far += _F64(abs(g[c])) ** power if g[c] != 0 else 0.0
                     sums[block] = so_far
                     continue
-                if skips or not is_step:
+                if skips:
                     is_finite = True
                     for c in range(columns):
                         is_finite &= math.isfinite(g[c])
                     if not is_finite:
                         result += 1
-                    if not is_finite or not is_step:
                         continue
 
                 # Step the row, unless a signal's handler has brought it past this step.

@@ -26,12 +26,6 @@ def first_outside(gradient: RowGradient) -> int | None:
     return int(rows[outside][0]) if outside.any() else None
 
 
-def has_nonfinite(gradient: RowGradient) -> bool:
-    """Whether the summed gradient of some row is not finite."""
-    _, summed = _sum_duplicates(gradient, compute_dtype(gradient.values.dtype))
-    return not bool(summed.isfinite().all())
-
-
 def norm(gradient: RowGradient, power: float) -> float:
     """The ``power``-norm of the summed gradient, as if it were dense: 0 stands where it names no row."""
     rows, summed = _sum_duplicates(gradient, compute_dtype(gradient.values.dtype))
