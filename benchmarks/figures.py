@@ -6,7 +6,7 @@ A range is over every case measured and every number of threads, the worst one i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -177,28 +177,33 @@ def _prefetched(found: Sequence[tuple[str, Sequence[float], Sequence[float]]]) -
     return Grid("", ["table and state", "row time, ms", "prefetched, ms", "hidden"], lines).markdown()
 
 
+KEPT = {
+    "SparseAdam": ("Adam's, `SparseAdam`", memory.FLOAT32),
+    "DeferredAdam": ("Adam's, `DeferredAdam`", ""),
+    "bfloat16": ("`state_dtype=torch.bfloat16`", "bfloat16"),
+    "row": ('`second_moment="row"`', "row"),
+    "bfloat16 + row": ("both", "bfloat16 and row"),
+    "row, β₁ = 0": ('`"row"`, `betas=(0, β₂)`', "row, no first"),
+    "row-wise Adagrad": ("row-wise Adagrad, for comparison", ""),
+}
+"""What tables keep, by rule of the suite `quality`: what the page calls it, and the suite `memory`."""
+
+
 def _kinds(runs: Runs) -> str:
     """Bytes and times of the suite `memory`, beside what the suite `quality` learned with each."""
-    options = {"float32": "Adam's", "bfloat16": "`state_dtype=torch.bfloat16`", "row": '`second_moment="row"`',
-               "bfloat16 and row": "both", "row, no first": '`"row"`, `betas=(0, β₂)`'}  # fmt: skip
     steps = [each for each in measured(runs, "memory") if (each.kind, each.threads) == ("step", 1)]
-    lines = []
-    for (name, label), learned in zip(options.items(), _entries(runs), strict=True):
-        taken = [f"{each.ratio(name, memory.FLOAT32) or 0:.2f}" for each in steps]
-        lines.append([label, f"{runs['memory']['state_bytes_per_weight'][name]:.2f}", *taken, *learned])
-    headings = ["tables keep", "bytes per weight", *(f"step, {each.about}" for each in steps)]
-    return Grid("", [*headings, "NDCG@10", "error of head", "of tail"], lines).markdown()
-
-
-def _entries(runs: Runs) -> Iterator[list[str]]:
-    """What SparseAdam with each kind of state learned."""
     on_movies, on_planted = (
         {entry.name: entry.figures for entry in map(Entry.from_json, runs["quality"][part])}
         for part in ("movielens", "planted")
     )
-    for name in ("SparseAdam", "bfloat16", "row", "bfloat16 + row", "row, β₁ = 0"):
-        errors = (f"{on_planted[name][part].mean:#.3g}" for part in (planted.HEAD, planted.TAIL))
-        yield [on_movies[name][ranking.NDCG].spread, *errors]
+    lines = []
+    for name, (label, kind) in KEPT.items():
+        kept = f"{runs['memory']['state_bytes_per_weight'][kind]:.2f}" if kind else ""
+        taken = [f"{each.ratio(kind, memory.FLOAT32) or 0:.2f}" if kind else "" for each in steps]
+        errors = [f"{on_planted[name][part].mean:#.3g}" for part in (planted.HEAD, planted.TAIL)]
+        lines.append([label, kept, *taken, on_movies[name][ranking.NDCG].spread, *errors])
+    headings = ["tables keep", "bytes per weight", *(f"step, {each.about}" for each in steps)]
+    return Grid("", [*headings, "NDCG@10", "error of head", "of tail"], lines).markdown()
 
 
 # Pictures
