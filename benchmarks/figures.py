@@ -35,8 +35,9 @@ Runs = Mapping[str, Any]
 SPARSE_ADAMS = ((TORCH, ROWSTEP), (TORCH, SPARSE), ("EmbeddingBag, torch SparseAdam", "EmbeddingBag, rowstep"))
 WAITING = ((ADAM, DEFERRED),)
 KINDS = {"step": "step", "loop": "whole loop"}
-# Text and axes on a dark page.
-DARK: Any = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), "#e6edf3")
+# Of GitHub's dark pages. The background is filled: readers of the site may have chosen its light look on a dark system.
+LIGHT_ON_DARK = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+DARK: Any = dict.fromkeys(LIGHT_ON_DARK, "#e6edf3") | dict.fromkeys(("figure.facecolor", "axes.facecolor"), "#0d1117")
 
 
 def measured(runs: Runs, *suites: str) -> list[Measurement]:
@@ -221,11 +222,11 @@ def draw(runs: Runs, folder: Path) -> None:
     of_rows = measured(runs, "rows")
     save(folder / "rows.png", (10, 3.6), partial(rows.draw, measurements=of_rows))
     with mpl.rc_context(DARK):
-        save(folder / "rows-dark.png", (10, 3.6), partial(rows.draw, measurements=of_rows, dark=True), transparent=True)
+        save(folder / "rows-dark.png", (10, 3.6), partial(rows.draw, measurements=of_rows, dark=True))
 
 
-def save(path: Path, size: tuple[float, float], draw_on: Any, *, transparent: bool = False) -> None:
+def save(path: Path, size: tuple[float, float], draw_on: Any) -> None:
     """A figure outside pyplot: no display is needed, and no global state is left behind."""
     figure = Figure(figsize=size, dpi=144, layout="constrained")
     draw_on(figure)
-    figure.savefig(path, transparent=transparent)
+    figure.savefig(path)

@@ -1,7 +1,7 @@
 """The suite `rows`: when rows pay. Steps and whole loops of dense Adam and of optimizers of rows, over the rows of the
 table at one batch, and over the share of the rows that a batch touches at four sizes of the table.
 
-    python -m benchmarks rows          on an idle machine some minutes, and 16 GB of memory
+    python -m benchmarks rows          on an idle machine some minutes, and 20 GB of memory
 
 DeferredAdam's step includes the catch-up before its rows are read. Dense Adam's step is given its gradient; in the
 whole loop, the backward pass makes it.

@@ -198,5 +198,5 @@ def test_the_picture_of_the_readme_has_a_line_for_everyone(tmp_path: Path, dark:
         for kind in rows.PANELS
         for count in (1_000, 10_000)
     ]
-    figures.save(tmp_path / "rows.png", (8, 3), lambda figure: rows.draw(figure, found, dark=dark), transparent=dark)
+    figures.save(tmp_path / "rows.png", (8, 3), lambda figure: rows.draw(figure, found, dark=dark))
     assert is_png(tmp_path / "rows.png")

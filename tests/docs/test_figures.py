@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,6 +63,12 @@ def test_figures_are_put_between_their_marks() -> None:
     assert pages.fill(filled, {"t": "| new |"}, {"a.b": "3 to 4"}) == filled
     with pytest.raises(pages.PageError, match="no run has t, which a page asks for"):
         pages.fill(page, {}, {"a.b": "3"})
+
+
+def test_a_quick_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text('{"quick": true}')
+    with pytest.raises(pages.PageError, match="rows are quick ones, whose figures mean nothing: measure again"):
+        pages.load(tmp_path)
 
 
 @pytest.mark.parametrize("found", ["9 to 17 times", "7.6x", "1,200 ms", "40us", "40 µs", "2 times"])
