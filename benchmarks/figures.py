@@ -15,7 +15,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from benchmarks import memory, quality, rows
-from benchmarks.cases import short
+from benchmarks.cases import LONG, short
 from benchmarks.contenders import ADAM, ROOFLINE, ROWSTEP, TORCH
 from benchmarks.deferred import DEFERRED, SPARSE
 from benchmarks.distributed.training import SHARDED, TORCH_DDP, WAYS
@@ -67,7 +67,7 @@ def _two(value: float) -> str:
 def numbers(runs: Runs) -> dict[str, str]:
     found: dict[str, str] = {}
     everywhere = measured(runs, "sparse", "deferred", "rows", "peers")
-    beside_dense = [each for each in measured(runs, "deferred", "rows") if ADAM in each.timings]
+    largest = [each for each in measured(runs, "deferred", "rows") if each.about.startswith(LONG.size)]
     memory_steps = [each for each in measured(runs, "memory") if each.kind == "step"]
     for kind in KINDS:
         found[f"sparse.{kind}"] = span(ratios(everywhere, kind, SPARSE_ADAMS))
@@ -75,17 +75,14 @@ def numbers(runs: Runs) -> dict[str, str]:
             ratios(everywhere, kind, ((DEFERRED, ROWSTEP), (DEFERRED, SPARSE)))
         )
         found[f"deferred.{kind}.beside-torch"] = span(ratios(everywhere, kind, ((TORCH, DEFERRED),)))
-        for case in rows.FULL:
-            of_size = [each for each in beside_dense if each.about.startswith(case.size) and each.kind == kind]
-            found[f"dense.{kind}.{short(case.rows)}"] = span(ratios(of_size, kind, WAITING))
+        found[f"dense.{kind}.10M"] = span(ratios(largest, kind, WAITING))
         found[f"distributed.{kind}"] = span(ratios(measured(runs, "distributed"), kind, ((TORCH_DDP, SHARDED),)))
-    for name in memory.KINDS:
-        key = name.replace(", ", "-").replace(" ", "-")
+    for key, name in (("row", "row"), ("row-no-first", "row, no first")):
         found[f"memory.{key}"] = span(ratios(memory_steps, "step", ((name, memory.FLOAT32),)))
     found["peers.fbgemm"] = span(ratios(everywhere, "loop", ((FBGEMM_LOOP.name, ROWSTEP_LOOP.name),)))
     found["peers.8-bit"] = span(ratios(everywhere, "step", (("bitsandbytes Adam8bit", SPARSE),)))
-    flushes = [each.ratio(DEFERRED, ADAM) or 0 for each in measured(runs, "deferred") if each.kind == "flush"]
-    found["flush"] = span(flushes)
+    flushes = [each for each in measured(runs, "deferred") if each.kind == "flush"]
+    found["flush"] = span(ratios(flushes, "step", ((DEFERRED, ADAM),)))
     found |= {f"first-step.{kind}": _two(runs["sparse"]["first_step_seconds"][kind]) for kind in ("cold", "cached")}
     peaks = runs["sparse"]["peak_memory_bytes_per_id"]
     found |= {f"peak.{who}": f"{max(peak[who] for peak in peaks):,.0f}" for who in ("rowstep", "torch")}
