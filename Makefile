@@ -86,22 +86,22 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 # Measures what README and docs say of speed and memory, and fills it in. On an idle machine.
-bench: $(READY)
+bench: $(READY) ## speed and memory, half an hour on an idle machine, into README and docs
 	for suite in sparse deferred rows memory distributed host; do \
 		$(BIN)/python -m benchmarks $$suite --out $(RESULTS) || exit 1; done
 	$(BIN)/rowstep demo > $(RESULTS)/demo.txt
 	$(MAKE) figures
 
 # What models learn with each rule, and with less state: any machine will do.
-learn: $(READY)
+learn: $(READY) ## what models learn with each rule, in 40 minutes
 	for suite in quality lazy; do $(BIN)/python -m benchmarks $$suite --out $(RESULTS) || exit 1; done
 
 # What a user would take instead, each in an environment of its own below .venv-peers, which this makes.
-peers: $(READY)
+peers: $(READY) ## the alternatives, half an hour on an idle machine
 	$(BIN)/python -m benchmarks peers --out $(RESULTS)
 
 # Every figure, table and picture of README and docs, from benchmarks/results.
-figures: $(READY)
+figures: $(READY) ## README and docs, from benchmarks/results
 	$(BIN)/python -m benchmarks.pages
 
 # What would be published, in dist/: built, checked, and used from an empty environment.
