@@ -7,6 +7,7 @@ INTEGRATION := .venv-integration
 CLIENTS := .venv-clients
 DOCS := .venv-docs
 GPU := .venv-gpu
+RESULTS := benchmarks/results
 
 # Other CPUs, as far as this one can stand for them: torch's kernels without vector instructions and with AVX2 only,
 # ours without fused multiply-add; and more threads than most machines have cores.
@@ -20,12 +21,12 @@ SMOKE := $(addprefix tests/,$(addsuffix .py,sparse/test_same_as_torch deferred/t
 INTERPRETED := $(addprefix tests/,$(addsuffix .py,$(addprefix sparse/test_,options nonfinite layouts odd_tensors gradients) \
 	state/test_row_steps clip/test_clip))
 
-.PHONY: demo smoke test check gpu cpus old-cpu stress versions integration clients docs docs-test format bench peers dist clean clean-cache
+.PHONY: demo smoke test check gpu cpus old-cpu stress versions integration clients docs docs-test format bench learn peers figures dist clean clean-cache
 
 demo: $(READY)
 	$(BIN)/rowstep demo
 
-# A minute, for somebody who wants to know whether it works here.
+# Half a minute, for somebody who wants to know whether it works here.
 smoke: $(READY)
 	$(BIN)/pytest -q -n 2 --dist worksteal $(SMOKE)
 	@echo "Rowstep works here: its kernels compile, steps and clipping agree with torch's, checkpoints load both ways."
@@ -84,13 +85,24 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# The figures of README and docs, but for those on other packages and on what models learn. On an idle machine.
-bench: $(READY)
-	for suite in sparse deferred rows memory distributed host; do $(BIN)/python -m benchmarks $$suite || exit 1; done
+# Measures what README and docs say of speed and memory, and fills it in. On an idle machine.
+bench: $(READY) ## speed and memory, half an hour on an idle machine, into README and docs
+	for suite in sparse deferred rows memory distributed host; do \
+		$(BIN)/python -m benchmarks $$suite --out $(RESULTS) || exit 1; done
+	$(BIN)/rowstep demo > $(RESULTS)/demo.txt
+	$(MAKE) figures
+
+# What models learn with each rule, and with less state: any machine will do.
+learn: $(READY) ## what models learn with each rule, in 40 minutes
+	for suite in quality lazy; do $(BIN)/python -m benchmarks $$suite --out $(RESULTS) || exit 1; done
 
 # What a user would take instead, each in an environment of its own below .venv-peers, which this makes.
-peers: $(READY)
-	$(BIN)/python -m benchmarks peers
+peers: $(READY) ## the alternatives, half an hour on an idle machine
+	$(BIN)/python -m benchmarks peers --out $(RESULTS)
+
+# Every figure, table and picture of README and docs, from benchmarks/results.
+figures: $(READY) ## README and docs, from benchmarks/results
+	$(BIN)/python -m benchmarks.pages
 
 # What would be published, in dist/: built, checked, and used from an empty environment.
 dist:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -23,12 +22,13 @@ class Case:
     zipf: bool = False
     tables: int = 1
     bag: int = 0  # ids per bag; 0: no bags
+    distinct: bool = False  # ids of a batch
     batches: int = POOL  # different ones, so that rows wait as long as they do in training
 
     @property
     def about(self) -> str:
         many = f"{self.tables} tables of " if self.tables > 1 else ""
-        kind = "Zipf" if self.zipf else "uniform"
+        kind = "Zipf" if self.zipf else "distinct" if self.distinct else "uniform"
         ids = f"{self.ids:,} {kind} ids"
         if self.bag:
             each = " each" * (self.tables > 1)
@@ -39,11 +39,6 @@ class Case:
     @property
     def size(self) -> str:
         return f"{short(self.rows)} x {self.dim}"
-
-    @property
-    def share_touched(self) -> float:
-        """How much of the rows uniform ids name, on average."""
-        return -math.expm1(-self.ids / self.rows)
 
     @property
     def weights(self) -> int:
@@ -75,6 +70,8 @@ def batches_of_ids(case: Case) -> list[list[Tensor]]:
     popular = popularity(case.rows) if case.zipf else None
 
     def draw() -> NDArray[np.int64]:
+        if case.distinct:
+            return rng.choice(case.rows, case.ids, replace=False)
         if popular is None:
             return rng.integers(0, case.rows, case.ids)
         # Frequent rows lie scattered, as hashed ids do: a stride that is prime to the rows is a permutation of them.

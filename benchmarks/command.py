@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import platform
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks import pages, report
+from benchmarks import report
 from benchmarks.contenders import DisagreementError
 from benchmarks.deferred import DeferredSuite
 from benchmarks.distributed import DistributedSuite
@@ -83,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=positive, help=repeats)
     parser.add_argument("--quick", action="store_true", help="small tables: to see that it works, not what it costs")
     parser.add_argument("--data", type=Path, help="RecBole's wheel, for quality and lazy (default: pip downloads it)")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="where JSON and plot go (default: out)")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="where the JSON file goes (default: out)")
     return parser
 
 
@@ -122,6 +123,8 @@ def _write(suite: Suite, arguments: argparse.Namespace, console: Console) -> Non
         )
     document = {
         "command": shlex.join(["python", "-m", "benchmarks", *arguments.given]),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "threads": list(suite.threads),
         "quick": suite.quick,
         "machine": machine(),
         "measurements": [measured.as_json() for measured in suite.measurements],
@@ -129,12 +132,9 @@ def _write(suite: Suite, arguments: argparse.Namespace, console: Console) -> Non
         "bars": [bar._asdict() | {"met": bar.met} for bar in bars],
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
-    written = [arguments.out / f"{suite.file}.json"]
-    written[0].write_text(json.dumps(document, indent=1) + "\n")
-    if suite.draw(figure := pages.figure(10, 7)):
-        written.append(arguments.out / f"{suite.file}.png")
-        figure.savefig(written[-1])
-    console.print("Written:", *written, soft_wrap=True)
+    written = arguments.out / f"{suite.file}.json"
+    written.write_text(json.dumps(document, separators=(",", ":")) + "\n")
+    console.print("Written:", written, soft_wrap=True)
 
 
 def machine() -> dict[str, Any]:

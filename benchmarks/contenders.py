@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  # the usual name
 
 from benchmarks.timing import Contender
 
@@ -62,3 +64,30 @@ def check_close(what: str, ours: Tensor, theirs: Tensor, at_a_time: int = 1_000_
 
 def stepper(name: str, optimizer: torch.optim.Optimizer, pool: Sequence[Sequence[Tensor]]) -> Contender:
     return Contender(name, lambda number: give(optimizer, pool[number % len(pool)]), optimizer.step)
+
+
+def looper(
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    pool: Sequence[Sequence[Tensor]],
+    *,
+    sparse: bool = True,
+    at_most: int | None = None,
+) -> Contender:
+    """The whole loop of tables without a model: lookups, a backward pass with the pool's gradients, and the step.
+
+    A model's own time comes on top, for every optimizer the same. `sparse` is that of `nn.Embedding`.
+    """
+    turn, batch = itertools.cycle(pool), list(pool[0])
+
+    def prepare(_number: int) -> None:
+        batch[:] = next(turn)
+
+    def run() -> None:
+        optimizer.zero_grad()
+        tables = zip(weights(optimizer), batch, strict=True)
+        rows = [F.embedding(gradient._indices()[0], table, sparse=sparse) for table, gradient in tables]
+        torch.autograd.backward(rows, [gradient._values() for gradient in batch])
+        optimizer.step()
+
+    return Contender(name, prepare, run, at_most)

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from benchmarks import cases
-from benchmarks.cases import LONG, TINY_ZIPF, ZIPF, Case, short
-from benchmarks.contenders import ADAM, TORCH, check_agreement, check_close, give, stepper, touch_state, weights
-from benchmarks.report import Grid, threads, times
+from benchmarks.cases import LONG, TINY_ZIPF, ZIPF, Case
+from benchmarks.contenders import (
+    ADAM,
+    TORCH,
+    check_agreement,
+    check_close,
+    give,
+    looper,
+    stepper,
+    touch_state,
+    weights,
+)
+from benchmarks.report import LOOP, Grid, times
 from benchmarks.suite import Part, Suite
-from benchmarks.timing import Contender, Measurement, nothing
+from benchmarks.timing import Contender, nothing
 from rowstep import DeferredAdam, SparseAdam
 
-DEFERRED, SPARSE, MADE_DENSE = "DeferredAdam", "rowstep SparseAdam", "torch Adam (dense) with gradient"
+DEFERRED, SPARSE = "DeferredAdam", "rowstep SparseAdam"
 
 DENSE_ROUNDS = 3  # a dense step over 10 million rows takes a second, and hardly varies
 FLUSHES = 8
@@ -39,12 +48,6 @@ class Sizes(NamedTuple):
     sparse: Case  # against sparse optimizers
     dense: Case  # against dense Adam
     flush: Case
-    shares: tuple[Case, ...]  # more and more of the rows are touched
-
-
-def share_of(rows: int, dim: int, share: float, batches: int) -> Case:
-    """Uniform ids that name so much of the table."""
-    return Case(f"{share:.0%}-of-{short(rows)}", rows, dim, round(-math.log(1 - share) * rows), batches=batches)
 
 
 FULL = Sizes(
@@ -53,13 +56,11 @@ FULL = Sizes(
     # A row of 10 million comes every 610 steps, by when its momentum has long ceased to act.
     dense=replace(LONG, batches=600),
     flush=replace(ZIPF, batches=100),
-    shares=tuple(share_of(250_000, 64, share, 60) for share in (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)),
 )
 QUICK = Sizes(
     sparse=replace(TINY_ZIPF, batches=30),
     dense=Case("uniform-50k", 50_000, 8, 512, batches=30),
     flush=replace(TINY_ZIPF, batches=30),
-    shares=tuple(share_of(10_000, 8, share, 10) for share in (0.05, 0.3)),
 )
 
 
@@ -74,12 +75,11 @@ class DeferredSuite(Suite):
         yield Part(self.sizes.sparse.name, self._against_sparse)
         yield Part(self.sizes.dense.name, self._against_dense)
         yield Part("flush", self._flush)
-        yield Part("shares", self._shares)
 
     def _against_sparse(self) -> None:
         case = self.sizes.sparse
         optimizer, _, pool = agreeing_pair(case)
-        lineup = [deferred_stepper(optimizer, pool)]
+        lineup, loops = [deferred_stepper(optimizer, pool)], [looper(DEFERRED, optimizer, pool)]
         lineup[0].warm_up(case.batches)
         # How long a row has waited is nothing to these two: they are spared the hundreds of steps.
         pair = SparseAdam(cases.parameters(case)), torch.optim.SparseAdam(cases.parameters(case))
@@ -87,26 +87,23 @@ class DeferredSuite(Suite):
             lineup.append(stepper(name, each, pool))
             lineup[-1].warm_up()
             touch_state(each)
+            loops.append(looper(name, each, pool))
         check_agreement(case.name, *pair)
         for measured in self.measure("step", case, lineup):
             if measured.threads == 1:
                 what = "step and catch-up"
                 self.expect_at_most(f"{what} over SparseAdam", measured, DEFERRED, SPARSE, OVER_SPARSE_ADAM)
                 self.expect_faster(f"{what} vs torch SparseAdam", measured, DEFERRED, TORCH, VERSUS_TORCH)
+        for _ in self.measure("loop", case, loops):
+            pass
 
     def _against_dense(self) -> None:
         case = self.sizes.dense
-        lineup = beside_dense(case, min(self.repeats, DENSE_ROUNDS))
-        for measured in self.measure("step", case, lineup):
-            self.expect_faster("step and catch-up vs dense Adam", measured, DEFERRED, MADE_DENSE, VERSUS_DENSE)
-
-    def _shares(self) -> None:
-        points: list[tuple[float, Measurement]] = []
-        for case in self.sizes.shares:
-            lineup = beside_dense(case, self.repeats)
-            about = f"{case.size}, {case.share_touched:.0%} of the rows"
-            points += [(case.share_touched, each) for each in self.measure("share", case, lineup, about)]
-        self.findings["break_even"] = break_evens(points)
+        steps, loops = beside_dense(case, min(self.repeats, DENSE_ROUNDS))
+        for _ in self.measure("step", case, steps):
+            pass
+        for measured in self.measure("loop", case, loops):
+            self.expect_faster("whole loop vs dense Adam", measured, DEFERRED, ADAM, VERSUS_DENSE)
 
     def _flush(self) -> None:
         """Every row is stale, and has waited for up to STEPS_BETWEEN_FLUSHES steps and one."""
@@ -126,37 +123,16 @@ class DeferredSuite(Suite):
             self.expect_at_most("flush over a dense step", measured, DEFERRED, ADAM, FLUSH_OVER_DENSE_STEP)
 
     def tables(self) -> Iterator[Grid | str]:
-        measured = self.of_kind("step", "share")
-        if sparse := [each for each in measured if TORCH in each.timings]:
-            ratios = {"Deferred/\nSparse": (DEFERRED, SPARSE), "torch Sparse/\nDeferred": (TORCH, DEFERRED)}
-            yield times(TITLE, sparse, (DEFERRED, SPARSE, TORCH), ratios)
-        if dense := [each for each in measured if ADAM in each.timings]:
-            ratios = {"Adam/\nDeferred": (ADAM, DEFERRED), "with gradient/\nDeferred": (MADE_DENSE, DEFERRED)}
-            yield times(TITLE, dense, (DEFERRED, ADAM, MADE_DENSE), ratios)
-        for found in self.findings.get("break_even", ()):
-            share = found["share"]
-            where = "at no share measured" if share is None else f"with {share:.0%} of the rows touched"
-            yield f"{threads(found['threads'])}: DeferredAdam takes as long as {found['opponent']} {where}."
+        for kind, title in (("step", TITLE), ("loop", LOOP)):
+            measured = self.of_kind(kind)
+            if sparse := [each for each in measured if TORCH in each.timings]:
+                ratios = {"Deferred/\nSparse": (DEFERRED, SPARSE), "torch Sparse/\nDeferred": (TORCH, DEFERRED)}
+                yield times(title, sparse, (DEFERRED, SPARSE, TORCH), ratios)
+            if dense := [each for each in measured if ADAM in each.timings]:
+                yield times(title, dense, (DEFERRED, ADAM), {"Adam/\nDeferred": (ADAM, DEFERRED)})
         if flushes := self.of_kind("flush"):
             ratio = {"flush/\nAdam": (DEFERRED, ADAM)}
             yield times("Flush of all rows, and a dense step", flushes, (DEFERRED, ADAM), ratio)
-
-
-def break_evens(points: Sequence[tuple[float, Measurement]]) -> list[dict[str, Any]]:
-    """The share of rows touched at which DeferredAdam takes as long as another; None if none measured is."""
-    return [
-        {"threads": count, "opponent": opponent, "share": _where_equal(points, count, opponent)}
-        for count in sorted({measured.threads for _, measured in points})
-        for opponent in (ADAM, MADE_DENSE)
-    ]
-
-
-def _where_equal(points: Sequence[tuple[float, Measurement]], count: int, opponent: str) -> float | None:
-    ratios = [(share, each.ratio(DEFERRED, opponent) or math.nan) for share, each in points if each.threads == count]
-    for (low, below), (high, above) in itertools.pairwise(ratios):
-        if below <= 1 < above:
-            return low + (high - low) * math.log(below) / math.log(below / above)
-    return None
 
 
 def deferred_stepper(optimizer: DeferredAdam, pool: Sequence[list[Tensor]]) -> Contender:
@@ -179,26 +155,14 @@ def deferred_stepper(optimizer: DeferredAdam, pool: Sequence[list[Tensor]]) -> C
     return Contender(DEFERRED, prepare, run)
 
 
-def beside_dense(case: Case, dense_rounds: int) -> list[Contender]:
-    """DeferredAdam; dense Adam and the making of its gradient, as the backward pass does; and dense Adam alone."""
+def beside_dense(case: Case, dense_rounds: int | None = None) -> tuple[list[Contender], list[Contender]]:
+    """Steps of DeferredAdam and of dense Adam, which is given a gradient; whole loops, in which each makes its own."""
     ours, theirs, pool = agreeing_pair(case)
     steps = deferred_stepper(ours, pool)
     steps.warm_up(case.batches)
-    (table,) = weights(theirs)
-    gradient = pool[0][0]
-
-    def prepare(number: int) -> None:
-        nonlocal gradient
-        gradient = pool[number % len(pool)][0]
-        table.grad = None
-
-    def run() -> None:
-        table.grad = gradient.to_dense()
-        theirs.step()
-
-    # The last one finds the gradient that the one before it has made.
-    made, alone = Contender(MADE_DENSE, prepare, run, dense_rounds), Contender(ADAM, nothing, theirs.step, dense_rounds)
-    return [steps, made, alone]
+    touch_state(theirs)
+    dense = looper(ADAM, theirs, pool, sparse=False, at_most=dense_rounds)
+    return [steps, Contender(ADAM, nothing, theirs.step, dense_rounds)], [looper(DEFERRED, ours, pool), dense]
 
 
 def agreeing_pair(case: Case) -> tuple[DeferredAdam, torch.optim.Adam, list[list[Tensor]]]:

@@ -11,6 +11,8 @@ from rich.table import Table
 
 from benchmarks.timing import Measurement, Timing
 
+LOOP = "Whole loop: lookup, backward pass and step"
+
 Ratios: TypeAlias = Mapping[str, tuple[str, str]]  # what is over each column, and the two whose ratio is in it
 
 

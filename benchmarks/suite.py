@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from matplotlib.figure import Figure
-
 from benchmarks.cases import Case
 from benchmarks.report import Grid, threads
 from benchmarks.timing import Contender, Measurement, measure
@@ -40,7 +38,7 @@ class Bar(NamedTuple):
 class Suite(abc.ABC):
     """One suite's settings, and what it has measured so far."""
 
-    file: ClassVar[str]  # what its JSON and its picture are called
+    file: ClassVar[str]  # what its JSON is called
     own_threads: ClassVar[str] = ""  # why it does not measure with the numbers of threads that are asked for
     usual_repeats: ClassVar[int] = 25
     quick_repeats: ClassVar[int] = 5
@@ -63,10 +61,6 @@ class Suite(abc.ABC):
     @abc.abstractmethod
     def tables(self) -> Iterator[Grid | str]:
         """What was measured."""
-
-    def draw(self, figure: Figure) -> bool:
-        """Draw what was measured; False if there is nothing to draw."""
-        return False
 
     def close(self) -> None:  # noqa: B027  # most suites start nothing
         """End what the suite has started."""

@@ -41,15 +41,15 @@ class Contender:
 
 @dataclass(frozen=True)
 class Timing:
-    seconds: tuple[float, ...]
+    """In seconds."""
 
-    @property
-    def min(self) -> float:
-        return min(self.seconds)
+    min: float
+    median: float
+    rounds: int
 
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Timing:
+        return cls(min(seconds), statistics.median(seconds), len(seconds))
 
 
 @dataclass(frozen=True)
@@ -81,16 +81,16 @@ class Measurement:
             "about": self.about,
             "threads": self.threads,
             "seconds": {
-                name: {"min": timing.min, "median": timing.median, "all": timing.seconds}
+                name: {"min": _short(timing.min), "median": _short(timing.median), "rounds": timing.rounds}
                 for name, timing in self.timings.items()
             },
             "left_out": self.left_out,
-            "share_of_machine_taken_by_others": self.others,
+            "share_of_machine_taken_by_others": _short(self.others),
         }
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> Measurement:
-        timings = {name: Timing(tuple(seconds["all"])) for name, seconds in given["seconds"].items()}
+        timings = {name: Timing(**seconds) for name, seconds in given["seconds"].items()}
         about = {key: given[key] for key in ("kind", "name", "about", "threads", "left_out")}
         return cls(**about, timings=timings, others=given["share_of_machine_taken_by_others"])
 
@@ -113,7 +113,12 @@ def _take_turns(contenders: Sequence[Contender], repeats: int) -> dict[str, Timi
             for contender in contenders:
                 if contender.at_most is None or number < contender.at_most:
                     seconds[contender.name].append(contender.time(number))
-    return {name: Timing(tuple(samples)) for name, samples in seconds.items()}
+    return {name: Timing.of(samples) for name, samples in seconds.items()}
+
+
+def _short(figure: float) -> float:
+    """The digits that count: results are kept in the repository."""
+    return float(f"{figure:.4g}")
 
 
 def nothing(_number: int) -> None:

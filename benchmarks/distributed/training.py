@@ -127,12 +127,12 @@ class OnRank:
     """What one rank answers."""
 
     differences: dict[str, tuple[float, float]]  # of the weights: the largest, and the mean
-    seconds: dict[str, list[float]]
+    seconds: dict[str, dict[str, list[float]]]  # of the optimizers' step and of the whole loop, by way
     stages: dict[str, dict[str, float]]
     others: float
 
 
-def steps(ranks: Ranks, count: int, case: Case, repeats: int) -> tuple[Measurement, list[dict[str, Any]]]:
+def steps(ranks: Ranks, count: int, case: Case, repeats: int) -> tuple[list[Measurement], list[dict[str, Any]]]:
     """Ranks share one batch: any number of them does the same work. A turn takes as long as the slowest rank's."""
     on_ranks: list[OnRank] = ranks.run(count, _on_rank, count, case, repeats)
     about = f"{case.about}, {count} rank{'s' * (count > 1)}"
@@ -142,9 +142,11 @@ def steps(ranks: Ranks, count: int, case: Case, repeats: int) -> tuple[Measureme
                 f"{about}: weights of {way!r} differ from those of {MODELS[way]!r} by up to {largest:.2e}, "
                 f"on average {mean:.2e}; their times cannot be compared"
             )
-    turns = {way: zip(*(found.seconds[way] for found in on_ranks), strict=True) for way in on_ranks[0].seconds}
-    timings = {way: Timing(tuple(map(max, taken))) for way, taken in turns.items()}
-    measured = Measurement("step", f"{case.name}-{count}", about, 1, timings, {}, on_ranks[0].others)
+    measured = []
+    for kind, of_ways in on_ranks[0].seconds.items():
+        turns = {way: zip(*(found.seconds[kind][way] for found in on_ranks), strict=True) for way in of_ways}
+        timings = {way: Timing.of([max(each) for each in taken]) for way, taken in turns.items()}
+        measured.append(Measurement(kind, f"{case.name}-{count}", about, 1, timings, {}, on_ranks[0].others))
     stages = [
         {
             "about": about,
@@ -183,15 +185,21 @@ def _difference(ours: Trainer, theirs: Trainer) -> tuple[float, float]:
     return found.max().item(), found.mean().item()
 
 
-def _take_turns(trainers: Mapping[str, Trainer], repeats: int) -> dict[str, list[float]]:
+def _take_turns(trainers: Mapping[str, Trainer], repeats: int) -> dict[str, dict[str, list[float]]]:
     """All ranks go as many rounds: the time that has passed, which differs among them, must not decide."""
-    seconds: dict[str, list[float]] = {way: [] for way in trainers}
+    seconds: dict[str, dict[str, list[float]]] = {kind: {way: [] for way in trainers} for kind in ("step", "loop")}
     for _ in range(repeats):
         for way, trainer in trainers.items():
             dist.barrier()
+            *passes, step = trainer.phases.values()
             start = time.perf_counter()
-            trainer.step()
-            seconds[way].append(time.perf_counter() - start)
+            for each in passes:
+                each()
+            between = time.perf_counter()
+            step()
+            end = time.perf_counter()
+            seconds["step"][way].append(end - between)
+            seconds["loop"][way].append(end - start)
     return seconds
 
 

@@ -62,7 +62,7 @@ def measure(kind: str, case: Case, peers: Sequence[Peer], crew: Crew, repeats: i
                 turns.take()
             if first.name in turns.lost:
                 raise MissingError(f"{first.name}: {turns.lost[first.name]}")
-            timings = {name: Timing(tuple(taken)) for name, taken in turns.seconds.items() if name not in turns.lost}
+            timings = {name: Timing.of(taken) for name, taken in turns.seconds.items() if name not in turns.lost}
             for worker in workers:
                 if worker.peer.name in turns.lost:
                     crew.dismiss(worker.peer)

@@ -135,8 +135,7 @@ def _over(measured: Measurement, slow: str, fast: str) -> str:
 def blocks(document: Mapping[str, Any]) -> dict[str, str]:
     """What can be put into a page, by name: from the JSON file of a run."""
     measurements = [Measurement.from_json(measured) for measured in document["measurements"]]
-    made = {"machine": "\n".join(_sentences(document, measurements))}
-    made |= {name: grid.markdown() for name, grid in grids(measurements).items()}
+    made = {name: grid.markdown() for name, grid in grids(measurements).items()}
     made |= {f"{kind}-left-out": "\n".join(f"- {line}" for line in left_out(kind, measurements)) for kind in PEERS}
     made["contestants"] = contestants(document["versions"], document["missing"]).markdown()
     return made
@@ -147,10 +146,12 @@ def _vectors(flags: str) -> str:
     return flags and f" ({'with' if 'avx512f' in flags.split() else 'without'} AVX-512)"
 
 
-def _sentences(document: Mapping[str, Any], measurements: Sequence[Measurement]) -> Iterator[str]:
+def sentences(document: Mapping[str, Any], measurements: Sequence[Measurement]) -> Iterator[str]:
+    """Where and when a run was measured, for the page of any suite."""
     machine = document["machine"]
     cpu = machine["cpu"] + _vectors(machine.get("cpu_flags", ""))
-    yield f"Measured by `{document['command']}` on {machine['cores']} cores of {cpu}, {machine['system']},"
-    yield f"Python {machine['python']}, torch {machine['torch']}, numba {machine['numba']}, numpy {machine['numpy']}."
+    yield f"Measured on {document['date']} by `{document['command']}` on {machine['cores']} cores of {cpu},"
+    packages = ", ".join(f"{package} {machine[package]}" for package in ("rowstep", "torch", "numba", "numpy"))
+    yield f"{machine['system']}, Python {machine['python']}, {packages}."
     if busy := sum(measured.disturbed for measured in measurements):
         yield f"Other work took more than a tenth of the machine during {busy} of the measurements (*)."

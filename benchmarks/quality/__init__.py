@@ -2,8 +2,8 @@
 
     python -m benchmarks quality [--data recbole-1.2.1-py3-none-any.whl] [--repeats SEEDS]
 
-MovieLens-100K comes out of RecBole's wheel, which pip downloads unless its path is given. Docs have its picture as
-docs/memory.png.
+MovieLens-100K comes out of RecBole's wheel, which pip downloads unless its path is given. docs/memory.md has its
+picture.
 """
 
 from __future__ import annotations
@@ -100,27 +100,22 @@ class QualitySuite(Suite):
             names = {NDCG: "NDCG@10", HIT_RATE: "HR@10", FULL_NDCG: "NDCG of the whole list"}
             yield _table("MovieLens-100K, two towers", self.movielens, names)
 
-    def draw(self, figure: plt.Figure) -> bool:
-        """A line per rule, a panel per figure."""
-        panels = [
-            ("Planted vectors: error of the head\n(lower is better)", HEAD, self.planted),
-            ("Planted vectors: error of the tail\n(lower is better)", TAIL, self.planted),
-            ("MovieLens-100K: NDCG@10\n(higher is better)", NDCG, self.movielens),
-        ]
-        if not (measured := [panel for panel in panels if panel[2]]):
-            return False
-        figure.set_size_inches(5, 3.6 * len(measured))  # one below the other, for a phone
-        places = figure.subplots(len(measured), squeeze=False)[:, 0]
-        for axes, (title, name, entries) in zip(places, measured, strict=True):
-            axes.set_title(title, fontsize=10)
-            _draw_panel(axes, [entry.figures[name] for entry in entries])
-        labels = [f"{entry.name}\n{entry.state_bytes_per_weight:.2g} bytes a weight" for entry in measured[0][2]]
-        for axes in places:
-            axes.set_yticks(range(len(labels)), labels)
-            axes.tick_params(axis="y", length=0, labelsize=8)
-            axes.invert_yaxis()
-        figure.suptitle("Tables trained with less optimizer state:\nmeans over seeds, two standard errors", fontsize=10)
-        return True
+
+def draw(figure: plt.Figure, planted: Sequence[Entry], movielens: Sequence[Entry]) -> None:
+    """A line per rule, a panel per figure."""
+    panels = [
+        ("Planted vectors: error of the head\n(lower is better)", HEAD, planted),
+        ("Planted vectors: error of the tail\n(lower is better)", TAIL, planted),
+        ("MovieLens-100K: NDCG@10\n(higher is better)", NDCG, movielens),
+    ]
+    places = figure.subplots(len(panels))  # one below the other, for a phone
+    for axes, (title, name, entries) in zip(places, panels, strict=True):
+        axes.set_title(title, fontsize=10)
+        _draw_panel(axes, [entry.figures[name] for entry in entries])
+        axes.set_yticks(range(len(entries)), [entry.name for entry in entries])
+        axes.tick_params(axis="y", length=0, labelsize=8)
+        axes.invert_yaxis()
+    figure.suptitle("Tables trained with less optimizer state:\nmeans over seeds, two standard errors", fontsize=10)
 
 
 def _table(title: str, entries: Sequence[Entry], names: Mapping[str, str]) -> Grid:

@@ -11,8 +11,8 @@ from torch import nn
 
 from benchmarks import cases
 from benchmarks.cases import LONG, MANY, SMALL, TINY_MANY, TINY_UNIFORM, TINY_ZIPF, UNIFORM, ZIPF, Case, short
-from benchmarks.contenders import ADAM, ROOFLINE, ROWSTEP, TORCH, check_agreement, give, stepper, weights
-from benchmarks.report import Grid, times
+from benchmarks.contenders import ADAM, ROOFLINE, ROWSTEP, TORCH, check_agreement, give, looper, stepper, weights
+from benchmarks.report import LOOP, Grid, times
 from benchmarks.sparse import fresh, roofline
 from benchmarks.suite import Bar, Part, Suite
 from benchmarks.timing import BUSY, Contender, measure, nothing, threads
@@ -29,7 +29,7 @@ FIRST_STEP = {"cold": 6, "cached": 1}  # seconds
 
 
 class SparseSuite(Suite):
-    file = "bench"
+    file = "sparse"
 
     def parts(self) -> Iterator[Part]:
         yield Part("first-step", self._first_step)
@@ -52,10 +52,11 @@ class SparseSuite(Suite):
             self.bars.append(Bar("peak extra memory of a step, per id", PEAK_BYTES_PER_ID, worst, " B"))
 
     def _steps(self, case: Case, faster_by: tuple[float, float]) -> None:
-        """rowstep and torch step through the same gradients from the same weights."""
+        """rowstep and torch step through the same gradients from the same weights; then whole loops with them."""
         gradients = cases.gradients(case)
         ours, theirs = SparseAdam(cases.parameters(case)), torch.optim.SparseAdam(cases.parameters(case))
         pair = stepper(ROWSTEP, ours, gradients), stepper(TORCH, theirs, gradients)
+        loops = looper(ROWSTEP, ours, gradients), looper(TORCH, theirs, gradients)
         for count in self.threads:
             with threads(count):
                 for contender in pair:
@@ -63,7 +64,7 @@ class SparseSuite(Suite):
                 check_agreement(case.name, ours, theirs)
                 lineup = [*pair, roofline.contender(ours, gradients, count)]
                 measured = measure("step", case.name, case.about, lineup, self.repeats)
-            self.measurements.append(measured)
+                self.measurements += [measured, measure("loop", case.name, case.about, loops, self.repeats)]
             self.expect_faster("step vs torch SparseAdam", measured, ROWSTEP, TORCH, faster_by[count > 1])
             if case is UNIFORM and count == 1:
                 self.expect_at_most("step over roofline", measured, ROWSTEP, ROOFLINE, OVER_ROOFLINE)
@@ -91,6 +92,7 @@ class SparseSuite(Suite):
         if steps := self.of_kind("step"):
             ratios = {"torch/\nrowstep": (TORCH, ROWSTEP), "rowstep/\nroofline": (ROWSTEP, ROOFLINE)}
             yield times("One step", steps, (ROWSTEP, TORCH, ROOFLINE), ratios)
+            yield times(LOOP, self.of_kind("loop"), (ROWSTEP, TORCH), {"torch/\nrowstep": (TORCH, ROWSTEP)})
         if dense := self.of_kind("dense"):
             yield times("Dense parameters", dense, (ROWSTEP, ADAM), {"rowstep/\nAdam": (ROWSTEP, ADAM)})
         if peaks := self.findings.get("peak_memory_bytes_per_id"):

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from benchmarks import contenders, deferred, gpu, host, memory, rows, sparse
+from benchmarks import contenders, deferred, figures, gpu, host, memory, rows, sparse
 from benchmarks.cases import ZIPF
 from benchmarks.command import main
 from benchmarks.distributed import training
@@ -48,8 +48,10 @@ def test_quick_bench_writes_all_measurements(
     document = run(tmp_path, "--quick", "--repeats", "2", "--threads", "1")
     assert "One step" in capsys.readouterr().out
     assert document["command"].startswith("python -m benchmarks --quick")
+    assert document["threads"] == [1]
+    assert document["date"].count("-") == 2
     assert document["machine"].keys() >= {"cpu", "cpu_flags", "cores", "torch", "numba", "numpy", "rowstep"}
-    assert {measured["kind"] for measured in document["measurements"]} == {"step", "dense"}
+    assert {measured["kind"] for measured in document["measurements"]} == {"step", "loop", "dense"}
     for measured in document["measurements"]:
         for timing in measured["seconds"].values():
             assert 0 < timing["min"] <= timing["median"]
@@ -69,7 +71,8 @@ def test_bars_are_listed_for_each_number_of_threads(tmp_path: Path, capsys: pyte
     before = torch.get_num_threads()
     document = run(tmp_path, "--only", "uniform-100k", "--repeats", "2", "--threads", "1", "2")
     assert torch.get_num_threads() == before
-    assert [measured["threads"] for measured in document["measurements"]] == [1, 2]
+    assert [measured["threads"] for measured in document["measurements"]] == [1, 1, 2, 2]
+    assert [measured["kind"] for measured in document["measurements"]] == ["step", "loop"] * 2
     for bar in document["bars"]:
         assert bar.keys() == {"measure", "limit", "reached", "unit", "at_least", "disturbed", "met"}
     assert len(document["bars"]) == 2
@@ -95,28 +98,13 @@ def test_bench_refuses_to_time_results_that_differ(
 def test_quick_deferred_bench_writes_all_measurements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = run(tmp_path, "deferred", "--quick", "--repeats", "2", "--threads", "1")
     shown = capsys.readouterr().out
-    for part in ("catch-up before it, when", "Flush of all", "as long as torch Adam"):
+    for part in ("catch-up before it, when", "Flush of all", "Whole loop"):
         assert part in shown
-    beside_dense = {deferred.DEFERRED, deferred.MADE_DENSE, contenders.ADAM}
-    assert contenders_of(document) == {
-        ("step", "zipf-20k"): {deferred.DEFERRED, deferred.SPARSE, contenders.TORCH},
-        ("step", "uniform-50k"): beside_dense,
-        ("flush", "zipf-20k"): {deferred.DEFERRED, contenders.ADAM},
-        ("share", "5%-of-10k"): beside_dense,
-        ("share", "30%-of-10k"): beside_dense,
-    }
-
-
-def test_break_even_lies_between_the_shares_measured() -> None:
-    def measured(milliseconds: float) -> Measurement:
-        taken = {deferred.DEFERRED: milliseconds, contenders.ADAM: 10, deferred.MADE_DENSE: 100}
-        return Measurement("share", "", "", 1, {name: Timing((time,)) for name, time in taken.items()})
-
-    found = deferred.break_evens([(0.1, measured(5)), (0.2, measured(20))])
-    assert [(one["opponent"], one["share"]) for one in found] == [
-        (contenders.ADAM, pytest.approx(0.15)),
-        (deferred.MADE_DENSE, None),
-    ]
+    beside_dense = {deferred.DEFERRED, contenders.ADAM}
+    beside_sparse = {deferred.DEFERRED, deferred.SPARSE, contenders.TORCH}
+    found = {(kind, "uniform-50k"): beside_dense for kind in ("step", "loop")}
+    found |= {(kind, "zipf-20k"): beside_sparse for kind in ("step", "loop")}
+    assert contenders_of(document) == found | {("flush", "zipf-20k"): beside_dense}
 
 
 def test_quick_distributed_bench_writes_all_measurements(
@@ -126,11 +114,11 @@ def test_quick_distributed_bench_writes_all_measurements(
     before = set(multiprocessing.active_children())
     document = run(tmp_path, "distributed", "--quick", "--repeats", "2")
     shown = capsys.readouterr().out
-    for part in ("One training step", "Where the step of a sharded table"):
+    for part in ("Whole loop", "Where the step of a sharded table"):
         assert part in shown
     assert set(multiprocessing.active_children()) == before
     names = ("zipf-20k-1", "zipf-20k-2", "3-tables-2")
-    assert contenders_of(document) == {("step", name): set(training.WAYS) for name in names}
+    assert contenders_of(document) == {(kind, name): set(training.WAYS) for kind in ("step", "loop") for name in names}
     for found in document["stages_ms"]:
         timed = {stage for stage, time in found["stages"].items() if time > 0}
         assert timed == set(training.STAGES if "2 ranks" in found["about"] else training.PHASES)
@@ -184,43 +172,31 @@ def test_quick_host_bench_writes_all_measurements(tmp_path: Path, monkeypatch: p
 def test_quick_rows_bench_compares_four_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROWSTEP_BACKEND", "reference")
     document = run(tmp_path, "rows", "--quick", "--repeats", "1", "--threads", "1")
-    assert contenders_of(document) == {("rows", case.name): set(rows.NAMES) for case in rows.QUICK}
-    assert is_png(tmp_path / "rows.png")
+    by_rows = {(kind, case.name): set(rows.NAMES) for kind in ("step", "loop") for case in rows.QUICK}
+    by_share = {
+        (f"{kind} of a share", case.name): {deferred.DEFERRED, contenders.ADAM}
+        for kind in ("step", "loop")
+        for shares in rows.QUICK_SHARES
+        for case in shares
+    }
+    assert contenders_of(document) == by_rows | by_share
 
 
-def rows_measured(count: int, dense: float, deferred_: float, sparse_: float) -> Measurement:
-    taken = zip(rows.NAMES, (dense, 0.03, deferred_, sparse_), strict=True)
-    about = f"{count:,} x 32, 16 uniform ids"
-    return Measurement("rows", str(count), about, 1, {name: Timing((seconds,)) for name, seconds in taken})
+def test_a_measurement_is_the_same_in_json() -> None:
+    timing = Timing.of([0.3, 0.1, 0.2])
+    assert (timing.min, timing.median, timing.rounds) == (0.1, 0.2, 3)
+    measured = Measurement("step", "a", "about a", 2, {"who": timing}, {"other": "no wheel"}, 0.25)
+    assert Measurement.from_json(json.loads(json.dumps(measured.as_json()))) == measured
 
 
-def test_the_picture_of_the_readme_comes_with_its_paragraph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "docs").mkdir()
-    for page in rows.PAGES:
-        (tmp_path / page).write_text((rows.ROOT / page).read_text())
-    found = [rows_measured(1_000, 0.001, 0.004, 0.002), rows_measured(10_000, 0.2, 0.01, 0.004)]
-    measured = {"quick": False, "measurements": [each.as_json() for each in found]}
-    (tmp_path / "rows.json").write_text(given := json.dumps(measured))
-    assert rows.main([str(tmp_path / "rows.json"), "--root", str(tmp_path)]) == 0
-    for page in rows.PAGES:
-        text = " ".join((tmp_path / page).read_text().split())
-        assert (
-            "dense Adam's step takes 200 ms without making its gradient, `DeferredAdam`'s 10.0 (20.0x faster)" in text
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_picture_of_the_readme_has_a_line_for_everyone(tmp_path: Path, dark: bool) -> None:
+    found = [
+        Measurement(
+            kind, str(count), f"{count} x 32, 16 ids", 1, {name: Timing(0.001, count / 1e5, 3) for name in rows.NAMES}
         )
-        assert "from 1k to 10k rows its time grows 200x. `SparseAdam`'s grows 2.0x" in text
-        assert "Up to 1k rows, dense Adam is faster than `DeferredAdam`." in text
-    assert is_png(tmp_path / "docs" / "scaling-rows.png")
-    assert json.loads((tmp_path / rows.DATA).read_text()) == json.loads(given)
-
-    (tmp_path / "rows.json").write_text(json.dumps(measured | {"quick": True}))
-    assert rows.main([str(tmp_path / "rows.json"), "--root", str(tmp_path)]) == 1
-    assert "measure again" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(not (rows.ROOT / rows.DATA).exists(), reason="not measured yet")
-def test_the_picture_of_the_readme_has_the_figures_of_its_data() -> None:
-    """After a change of the sentences: `python -m benchmarks.rows docs/scaling-rows.json`."""
-    document = json.loads((rows.ROOT / rows.DATA).read_text())
-    found = rows.blocks([Measurement.from_json(measured) for measured in document["measurements"]])
-    for page, block in found.items():
-        assert block in (rows.ROOT / page).read_text()
+        for kind in rows.PANELS
+        for count in (1_000, 10_000)
+    ]
+    figures.save(tmp_path / "rows.png", (8, 3), lambda figure: rows.draw(figure, found, dark=dark))
+    assert is_png(tmp_path / "rows.png")

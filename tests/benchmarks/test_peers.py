@@ -1,4 +1,4 @@
-"""The suite `peers` runs its workers, refuses results that differ, reports who is missing, and writes docs/peers.md."""
+"""The suite `peers` runs its workers, refuses results that differ, and reports who is missing."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from benchmarks import pages
 from benchmarks.cases import Case
 from benchmarks.command import main
 from benchmarks.contenders import DisagreementError
-from benchmarks.peers import catalogue, docs, measures, report
+from benchmarks.peers import catalogue, measures, report
 from benchmarks.peers.agreement import Agreement
 from benchmarks.peers.catalogue import FBGEMM_LOOP, LOOPS, ROWSTEP, ROWSTEP_LOOP, SPARSE_ADAM, STEPS, Peer, Rule
 from benchmarks.peers.curves import LABELS
@@ -24,7 +23,6 @@ from benchmarks.peers.process import Process
 from benchmarks.peers.suite import PeersSuite
 from benchmarks.peers.worker import Worker
 from benchmarks.timing import Measurement, Timing
-from tests.helpers.pictures import is_png
 
 STEP = Case("step", 300, 8, 64, zipf=True, tables=2)
 LOOP = Case("loop", 300, 8, 64, zipf=True, tables=2, bag=4)
@@ -114,7 +112,7 @@ def test_a_quick_run_reports_who_took_part_and_who_could_not(
 
 def measured(kind: str, threads: int, others: float, seconds: dict[str, Any], name: str = "zipf-1m") -> Measurement:
     """A string instead of seconds is the reason why somebody was left out."""
-    timings = {who: Timing(given) for who, given in seconds.items() if isinstance(given, tuple)}
+    timings = {who: Timing.of(given) for who, given in seconds.items() if isinstance(given, tuple)}
     left_out = {who: given for who, given in seconds.items() if isinstance(given, str)}
     return Measurement(kind, name, "a case", threads, timings, left_out, others)
 
@@ -151,47 +149,21 @@ def test_bars_are_by_the_medians_and_name_the_best_peer() -> None:
     assert found == [(1, 5.0, True), (2, 5.0, True), (1.5, 1.6, True)]
 
 
-def write_docs(folder: Path, page: str, **changes: Any) -> int:
+def test_what_a_page_says_of_a_run() -> None:
     document = {
         "command": "python -m benchmarks peers",
-        "quick": False,
-        "machine": dict.fromkeys(("cpu", "cores", "system", "python", "torch", "numba", "numpy"), "?")
+        "date": "2026-11-18",
+        "machine": dict.fromkeys(("cpu", "cores", "system", "python", "rowstep", "torch", "numba", "numpy"), "?")
         | {"cpu_flags": "sse2 avx2"},
         "measurements": [one.as_json() for one in MEASURED],
         "versions": {ROWSTEP.name: {"python": "3.11.7"}},
         "missing": {"MXNet, lazy": "needs a Python from 3.10 to 3.11"},
     }
-    (folder / "peers.md").write_text(page)
-    (folder / "measured.json").write_text(json.dumps(document | changes))
-    return docs.main([str(folder / "measured.json"), "--page", str(folder / "peers.md")])
-
-
-def test_docs_are_filled_and_drawn_from_the_file(tmp_path: Path) -> None:
-    assert write_docs(tmp_path, docs.PAGE.read_text()) == 0
-    text = (tmp_path / "peers.md").read_text()
-    for part in (
-        "| torch SparseAdam | same | 1 | 5.0x (4.0x) |",
-        "1.60 (1.60) *",
-        "missing: needs a Python from 3.10 to 3.11",
-        "during 1 of the measurements",
-        "? cores of ? (without AVX-512), ?",
-        "| 10 | 1 | 1.00 | 4.00 | 0.500 | 4.0x | 2.0x |",
-    ):
-        assert part in text
-    assert all(is_png(tmp_path / name) for name, _, _ in docs.PICTURES)
-    assert json.loads((tmp_path / "peers.json").read_text()) == json.loads((tmp_path / "measured.json").read_text())
-
-
-def test_docs_refuse_a_run_that_is_quick_or_lacks_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = "<!-- table: step-ratios -->\n<!-- end of table -->\n<!-- table: by-nothing -->\n<!-- end of table -->\n"
-    assert write_docs(tmp_path, page) == 1
-    assert "has a place for by-nothing, which the run lacks" in capsys.readouterr().err
-    assert write_docs(tmp_path, page, quick=True) == 1
-    assert "measure again" in capsys.readouterr().err
-    assert (tmp_path / "peers.md").read_text() == page
-
-
-def test_the_page_has_the_figures_of_their_data() -> None:
-    """After a change of the tables: `python -m benchmarks.peers.docs docs/peers.json`."""
-    blocks = report.blocks(json.loads(docs.PAGE.with_suffix(".json").read_text()))
-    assert pages.fill(docs.PAGE.read_text(), blocks) == docs.PAGE.read_text()
+    blocks = report.blocks(document)
+    assert "| torch SparseAdam | same | 1 | 5.0x (4.0x) |" in blocks["step-ratios"]
+    assert "1.60 (1.60) *" in blocks["loop-times"]
+    assert "missing: needs a Python from 3.10 to 3.11" in blocks["contestants"]
+    assert "| 10 | 1 | 1.00 | 4.00 | 0.500 | 4.0x | 2.0x |" in blocks["by-rows"]
+    sentences = "\n".join(report.sentences(document, MEASURED))
+    assert "Measured on 2026-11-18 by `python -m benchmarks peers` on ? cores of ? (without AVX-512)" in sentences
+    assert "during 1 of the measurements" in sentences

@@ -52,7 +52,8 @@ def commands_of(page: str) -> list[list[str]]:
         elif block.language == "dockerfile":
             lines += re.sub("^RUN ", "", text, flags=re.MULTILINE).splitlines()
     prose = _FENCE.sub("", (ROOT / page).read_text(encoding="utf-8"))
-    lines += [" ".join(span.split()) for span in _INLINE.findall(prose) if span.startswith(_PROGRAMS)]
+    spans = (" ".join(span.split()) for span in _INLINE.findall(prose) if span.startswith(_PROGRAMS))
+    lines += [line for span in spans for line in span.split(" && ")]
     commands = [shlex.split(line, comments=True) for line in lines]
     return [_without_settings(words) for words in commands if words]
 

@@ -44,6 +44,11 @@ def _pip(arguments: list[str]) -> None:
                     raise UnknownCommandError(f"pyproject.toml has no extra {name!r}")
 
 
+def _git(arguments: list[str]) -> None:
+    if f'Homepage = "{arguments[-1]}"' not in (ROOT / "pyproject.toml").read_text():
+        raise UnknownCommandError(f"pyproject.toml has no such homepage as {arguments[-1]!r}")
+
+
 def _rowstep(arguments: list[str]) -> None:
     cli._parser().parse_args(arguments)
 
@@ -78,4 +83,11 @@ def _full_parts(name: str) -> list[str]:
         suite.close()
 
 
-_CHECKS: dict[str, Callable[[list[str]], None]] = {"make": _make, "pip": _pip, "python": _python, "rowstep": _rowstep}
+_CHECKS: dict[str, Callable[[list[str]], None]] = {
+    "cd": lambda _: None,
+    "git": _git,
+    "make": _make,
+    "pip": _pip,
+    "python": _python,
+    "rowstep": _rowstep,
+}

@@ -1,10 +1,9 @@
 """The suite `lazy`: does a model learn as much if only the rows with a gradient move, and how much less if not?
 
     python -m benchmarks lazy [--data recbole-1.2.1-py3-none-any.whl] [--repeats SEEDS]
-    python -m benchmarks.quality.lazy.page docs/quality.md out/lazy.json
 
-Adam moves every row of a table at every step. "Lazy" or "sparse" Adam leaves rows without a gradient alone. The first
-command trains and measures; the second writes its tables and its picture into a page.
+Adam moves every row of a table at every step. "Lazy" or "sparse" Adam leaves rows without a gradient alone. Its tables
+and its picture are those of docs/quality.md.
 """
 
 from __future__ import annotations
@@ -14,11 +13,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from benchmarks.quality import models
 from benchmarks.quality.interactions import Interactions, movielens
-from benchmarks.quality.lazy import findings, plot
+from benchmarks.quality.lazy import findings
 from benchmarks.quality.lazy.findings import EQUAL, Finding, Problem, rarity
 from benchmarks.quality.ranking import METRICS
 from benchmarks.quality.rules import BESIDE_ADAM, CONTROLS, TWINS
@@ -69,8 +66,3 @@ class LazySuite(Suite):
     def tables(self) -> Iterator[Grid | str]:
         for _, grid in findings.grids(self.found):
             yield grid
-
-    def draw(self, figure: Figure) -> bool:
-        if self.found:
-            plot.draw(figure, self.found)
-        return bool(self.found)
