@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ._sparse_adam import SparseAdam as SparseAdam
     from ._surgery import select_rows_ as select_rows_
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 # Where each public name lives. Imported when it is first asked for, so that what needs no torch does not import it.
 _HOME = {

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import rowstep
 from tests.helpers import doc_commands
 from tests.helpers.doc_blocks import LANGUAGES, PAGES, ROOT, blocks_of, commands_of
 from tests.helpers.doc_readers import READERS, Reader, run_on_rank, run_page, unused_settings
@@ -148,6 +149,16 @@ def test_the_packages_of_the_site_are_pinned() -> None:
     assert extra
     pins = {line.partition("==")[0] for line in (ROOT / "constraints-docs.txt").read_text().splitlines()}
     assert set(re.findall(r'"([\w-]+)>=', extra[1])) <= pins
+
+
+def test_the_changelog_and_the_links_of_the_readme_on_an_index_are_those_of_this_version() -> None:
+    """A version in development has no tag that links could point to."""
+    version, _, is_in_development = rowstep.__version__.partition(".dev")
+    heading = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert heading
+    assert heading[1].startswith(f"[Unreleased] ({version})" if is_in_development else f"[{version}] - 20")
+    replacements = re.findall(r"^replacement = .*/(.+?)/'$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert replacements == ["main" if is_in_development else "v$HFPR_VERSION"] * 2
 
 
 TRIED = Outcome(("2.8.0", "3.11.7", "0.68.1", "2.4.6"), passed=90, failed=0, skipped=2, seconds=61.7)
