@@ -18,7 +18,7 @@ import torch.distributed as dist
 import rowstep
 from tests.helpers import doc_commands
 from tests.helpers.doc_blocks import LANGUAGES, PAGES, ROOT, blocks_of, commands_of
-from tests.helpers.doc_readers import READERS, Reader, run_on_rank, run_page, unused_settings
+from tests.helpers.doc_readers import ELSEWHERE, RANKS, run_on_rank, run_page
 from tests.helpers.doc_strings import Documented, public, reference, run_examples
 from tests.helpers.ranks import Ranks
 from tools.versions import PAGE as VERSIONS
@@ -34,32 +34,29 @@ ON_KERNELS = ("README.md", "docs/index.md")
 """What people run first. The other pages run on the reference, since to compile what they use takes minutes."""
 
 
-HERE = [page for page in WITH_CODE if not READERS.get(page, Reader()).elsewhere]
-
-
-@pytest.mark.parametrize("page", [page for page in HERE if not READERS.get(page, Reader()).ranks])
+@pytest.mark.parametrize("page", [page for page in WITH_CODE if page not in RANKS and page not in ELSEWHERE])
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROWSTEP_BACKEND", "numba" if page in ON_KERNELS else "reference")
-    run_page(page, tmp_path, READERS.get(page, Reader()))
+    run_page(page, tmp_path)
 
 
-@pytest.mark.parametrize("page", [page for page in HERE if READERS.get(page, Reader()).ranks])
+@pytest.mark.parametrize("page", RANKS)
 def test_the_code_of_a_page_runs_on_several_ranks(page: str, tmp_path: Path, ranks: Ranks) -> None:
-    ranks.run(READERS[page].ranks, run_on_rank, page, str(tmp_path))
-
-
-@pytest.mark.parametrize("page", READERS)
-def test_a_reader_brings_only_what_the_page_needs(page: str) -> None:
-    assert not unused_settings(page)
+    ranks.run(RANKS[page], run_on_rank, page, str(tmp_path))
 
 
 def test_the_code_of_other_pages_is_run_elsewhere() -> None:
-    for page in set(WITH_CODE) - set(HERE):
-        assert page in (ROOT / READERS[page].elsewhere).read_text()
+    for page, test in ELSEWHERE.items():
+        assert f'run_page("{page}"' in (ROOT / test).read_text()
 
 
-def test_every_block_is_of_a_known_kind() -> None:
-    assert {block.language for page in PAGES for block in blocks_of(page)} <= LANGUAGES
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_of_a_known_kind_and_no_text_is_code(page: str) -> None:
+    for block in blocks_of(page):
+        assert block.language in LANGUAGES, block
+        if block.language == "text":
+            with pytest.raises(SyntaxError):
+                compile(block.text, page, "exec")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -78,7 +75,7 @@ def test_output_that_differs_is_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("```python\nprint(1 + 1)\n```\n\n```output\n3\n```\n")
     with pytest.raises(AssertionError, match="but the code prints\n2"):
-        run_page(str(page), tmp_path, Reader())
+        run_page(str(page), tmp_path)
 
 
 # Docstrings
