@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # typing's, whose import takes longer than the rest of this file
 if TYPE_CHECKING:
+    from typing import Any
+
     from ._clip import clip_grad_norm_ as clip_grad_norm_
     from ._clip import clip_grad_value_ as clip_grad_value_
     from ._deferred import DeferredAdam as DeferredAdam

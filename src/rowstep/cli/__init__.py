@@ -36,8 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = importlib.import_module(f"rowstep.cli.{arguments.module}").run(arguments)
         print(end="", flush=True)  # a closed pipe or a full disk shows here, not when the interpreter ends
         return code
-    except KeyboardInterrupt:
-        return _failed("interrupted", 130)
     except ModuleNotFoundError as error:
         return _failed(f"needs {error.name}, which is not installed: pip install {error.name}")
     except (CommandError, ImportError) as error:  # such as that of a torch that is too old
@@ -50,9 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(f"the output ended before all of it was written: {error.strerror or error}")
 
 
-def _failed(sentence: str, code: int = 1) -> int:
+def _failed(sentence: str) -> int:
     print(f"rowstep: {printable(sentence, 1000)}", file=sys.stderr)
-    return code
+    return 1
 
 
 def _parser() -> argparse.ArgumentParser:
