@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,14 @@ def test_the_commands_of_a_page_exist(page: str) -> None:
 def test_a_command_that_does_not_exist_is_noticed(line: str) -> None:
     with pytest.raises(doc_commands.UnknownCommandError):
         doc_commands.check(line.split())
+
+
+@pytest.mark.parametrize("arguments", [[], ["help"]])
+def test_make_lists_its_commands(arguments: list[str]) -> None:
+    lines = subprocess.check_output(["make", *arguments], cwd=ROOT, text=True).splitlines()
+    (phony,) = re.findall(r"^\.PHONY: (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert sorted(line.split()[1] for line in lines[1:]) == sorted(phony.split())
+    assert max(map(len, lines)) <= 80
 
 
 def test_output_that_differs_is_noticed(tmp_path: Path) -> None:
