@@ -10,10 +10,12 @@ import json
 import re
 import runpy
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import rowstep
@@ -184,6 +186,17 @@ def test_the_page_of_versions_has_a_table_to_replace() -> None:
 EXAMPLES = ROOT / "examples"
 
 
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_an_example_that_needs_a_package_says_which_extra(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    imported = set(re.findall(r"^ *(?:import|from) (\w+)", text, re.MULTILINE))
+    needed = imported - sys.stdlib_module_names - {"numpy", "rowstep", "torch"}
+    named = re.findall(r"pip install -e '\.\[(\w+)\]'", text)
+    assert len(named) == (2 if needed else 0)  # on top, and where the import fails
+    extras = (ROOT / "pyproject.toml").read_text()
+    assert all(re.search(rf"^{extra} = \[", extras, re.MULTILINE) for extra in named)
+
+
 def test_digits_are_learned_with_and_without_force_sparse() -> None:
     accuracies = runpy.run_path(str(EXAMPLES / "digits.py"))["main"](epochs=4)
     assert accuracies.keys() == {False, True}
@@ -230,6 +243,7 @@ def test_the_notebook_runs_and_its_optimizers_agree(monkeypatch: pytest.MonkeyPa
     pyplot = pytest.importorskip("matplotlib.pyplot")
     pyplot.switch_backend("Agg")
     monkeypatch.setattr(pyplot, "show", lambda: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # those of this process are the tests'
     cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text())["cells"]
     source = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     for large, small in (("STEPS = 150", "STEPS = 20"), ("BATCH = 100_000", "BATCH = 1_000")):
@@ -240,3 +254,16 @@ def test_the_notebook_runs_and_its_optimizers_agree(monkeypatch: pytest.MonkeyPa
     assert max(found[name] for name in ("sparse_adam", "deferred_adam", "deferred_adamw")) < 1e-5
     assert len(pyplot.get_fignums()) == 3
     pyplot.close("all")
+
+
+def test_the_notebook_has_its_outputs() -> None:
+    """GitHub shows them, and downloads of the repository stay small."""
+    notebook = EXAMPLES / "quickstart.ipynb"
+    assert notebook.stat().st_size < 150_000
+    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    pictures = [output for output in outputs if "image/png" in output.get("data", {})]
+    texts = ["".join(output["text"]) for output in outputs if output["output_type"] == "stream"]
+    assert len(pictures) == len(texts) == len(outputs) / 2 == 3
+    assert all("times as fast, losses at most" in text for text in texts)
