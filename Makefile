@@ -1,4 +1,4 @@
-# Two commands for a new machine: `make demo` and `make test`. Both set up .venv first.
+# Two commands for a new machine: `make demo` and `make test`. Both set up .venv first. `make help` lists all.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,67 +21,71 @@ SMOKE := $(addprefix tests/,$(addsuffix .py,sparse/test_same_as_torch deferred/t
 INTERPRETED := $(addprefix tests/,$(addsuffix .py,$(addprefix sparse/test_,options nonfinite layouts odd_tensors gradients) \
 	state/test_row_steps clip/test_clip))
 
-.PHONY: demo smoke test check gpu cpus old-cpu stress versions integration clients docs docs-test format bench learn peers figures dist clean clean-cache
+.PHONY: help demo smoke test check gpu cpus old-cpu stress versions integration clients docs docs-test format bench learn peers figures dist clean clean-cache
 
-demo: $(READY)
+# The first target is what `make` alone makes.
+help: ## this list
+	@echo "Each sets up the environment it needs, which takes minutes the first time."
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+demo: $(READY) ## in a minute, four optimizers on a table of a million rows
 	$(BIN)/rowstep demo
 
-# Half a minute, for somebody who wants to know whether it works here.
-smoke: $(READY)
-	$(BIN)/pytest -q -n 2 --dist worksteal $(SMOKE)
+smoke: $(READY) ## in under a minute, the tests that compare with torch
+	$(BIN)/pytest -q -rs -n 2 --dist worksteal $(SMOKE)
 	@echo "Rowstep works here: its kernels compile, steps and clipping agree with torch's, checkpoints load both ways."
 
-test: $(READY)
+test: $(READY) ## all tests, in a few minutes
 	$(BIN)/pytest -n 2 --dist worksteal
 
-check: $(READY)
+check: $(READY) ## format, lint, types and tests, as CI does
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(MAKE) test
 
 # The kernels for GPUs, without one: on Triton's interpreter, and compiled for three devices.
-gpu: $(GPU)/.ready
+gpu: $(GPU)/.ready ## the kernels for GPUs, without one
 	ROWSTEP_TRITON=1 $(GPU)/bin/python -m pytest -n 2 --dist worksteal -k "gpu or triton" tests/gpu $(INTERPRETED)
 
 # Every test with each setting; all are tried, and those that failed are named at the end.
-cpus: $(READY)
+cpus: $(READY) ## all tests, as on other CPUs
 	@failed=; for setting in $(CPUS); do \
 		echo "== $$setting"; \
 		env $$setting $(BIN)/pytest -n 2 --dist worksteal || failed="$$failed $$setting"; \
 	done; test -z "$$failed" || { echo "failed with:$$failed"; exit 1; }
 
 # What CI has time for: the tests of the arithmetic, with all of these settings at once.
-old-cpu: $(READY)
+old-cpu: $(READY) ## the tests of the arithmetic as on an old CPU
 	ATEN_CPU_CAPABILITY=default NUMBA_CPU_NAME=generic ROWSTEP_TEST_THREADS=4 \
 		$(BIN)/pytest -n 2 --dist worksteal $(ARITHMETIC)
 
 # What takes too long for CI: the full matrices and the run of 1.2 million steps.
-stress: $(READY)
+stress: $(READY) ## the tests at full length
 	ROWSTEP_LONG=1 $(BIN)/pytest -n 2 --dist worksteal
 
 # The core tests with the oldest torch that we support, the newest and two in between, each in a fresh environment of
 # several GB; writes docs/versions.md. TORCH=2.8.0 tries that one only.
-versions:
+versions: ## the core tests with four versions of torch
 	$(PYTHON) tools/versions.py $(TORCH)
 
 # Training with other people's packages, in an environment of its own.
-integration: $(INTEGRATION)/.ready
+integration: $(INTEGRATION)/.ready ## training with other packages
 	ROWSTEP_INTEGRATION=1 $(INTEGRATION)/bin/pytest tests/integration
 
 # Other people's programs, rebuilt, with torch's optimizer and with ours, in an environment of its own.
-clients: $(CLIENTS)/.ready
+clients: $(CLIENTS)/.ready ## other people's programs, with torch's optimizers and ours
 	ROWSTEP_CLIENTS=1 $(CLIENTS)/bin/pytest tests/clients
 
 # The site, into out/site. Every warning is an error. The variable silences an announcement of the theme.
-docs: $(DOCS)/.ready
+docs: $(DOCS)/.ready ## the site, into out/site
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
 
 # Every page in Chromium: links, console, requests, and screenshots for people to look at.
-docs-test: docs
+docs-test: docs ## every page of the site in Chromium
 	$(DOCS)/bin/python -m website.browse out/site out/screenshots
 
-format: $(READY)
+format: $(READY) ## fix what a machine can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
@@ -105,7 +109,7 @@ figures: $(READY) ## README and docs, from benchmarks/results
 	$(BIN)/python -m benchmarks.pages
 
 # What would be published, in dist/: built, checked, and used from an empty environment.
-dist:
+dist: ## build and try what would be published
 	$(PYTHON) tools/dist.py
 
 # The pinned torch is the version that the tests ran with. On Linux, PyPI's build of it brings several GB of CUDA packages;
@@ -144,9 +148,9 @@ $(DOCS)/.ready: constraints-docs.txt
 	$(DOCS)/bin/pip install --quiet --disable-pip-version-check -r constraints-docs.txt
 	touch $@
 
-clean-cache:
+clean-cache: ## delete the compiled kernels
 	find src benchmarks -name '*.nb[ic]' -delete
 
-clean:
+clean: ## delete environments, outputs and caches
 	rm -rf .venv .venv-* out dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,5 +1,6 @@
 """One optimizer for a whole network: handwritten digits, all gradients dense.
 
+    pip install -e '.[examples]'
     python examples/digits.py
 
 SparseAdam steps a dense gradient as torch.optim.Adam does. With force_sparse=True it steps only rows with a non-zero:
@@ -9,11 +10,15 @@ here, a unit that was off for a whole batch keeps its weights and moments.
 from __future__ import annotations
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from rowstep import SparseAdam
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError as missing:
+    raise SystemExit(f"{missing}. This example needs scikit-learn: pip install -e '.[examples]'") from None
 
 
 def main(epochs: int = 10) -> dict[bool, float]:

@@ -1,6 +1,5 @@
 """A two-tower recommender on planted data: which item will a user pick next?
 
-    pip install -e '.[cli]'    # for the progress bar
     python examples/recommender.py
 
 A batch reads a few rows of two tables. DeferredAdamW gives torch.optim.AdamW's result for tables and towers, and the
@@ -10,7 +9,6 @@ cost of a step scales with the rows read. The recall looks up every row, and all
 from __future__ import annotations
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
 from rowstep import DeferredAdamW
@@ -63,19 +61,15 @@ def main(users: int = 5000, items: int = 2000, epochs: int = 5) -> tuple[float, 
     optimizer = DeferredAdamW(model, lr=0.01, weight_decay=0.01)
     cross_entropy = nn.CrossEntropyLoss()
     before = recall = recall_at_10(model, items, seen, held_out)
-    columns = (TextColumn("recall@10 {task.fields[recall]:6.1%}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn()) as progress:
-        task = progress.add_task("", total=epochs * len(user), recall=recall)
-        for _ in range(epochs):
-            for batch in torch.split(torch.randperm(len(user)), 512):
-                optimizer.zero_grad()
-                # What others picked stands for what a user did not pick, and popular items do so too often.
-                likings = model(user[batch], item[batch]) - popularity[item[batch]].log()
-                cross_entropy(likings, torch.arange(len(batch))).backward()
-                optimizer.step()
-                progress.advance(task, len(batch))
-            recall = recall_at_10(model, items, seen, held_out)
-            progress.update(task, recall=recall)
+    for epoch in range(1, epochs + 1):
+        for batch in torch.split(torch.randperm(len(user)), 512):
+            optimizer.zero_grad()
+            # What others picked stands for what a user did not pick, and popular items do so too often.
+            likings = model(user[batch], item[batch]) - popularity[item[batch]].log()
+            cross_entropy(likings, torch.arange(len(batch))).backward()
+            optimizer.step()
+        recall = recall_at_10(model, items, seen, held_out)
+        print(f"epoch {epoch}: recall@10 {recall:.1%}")
     print(f"The next pick is among 10 of {items:,} items for {recall:.1%} of the users; at first {before:.1%}.")
     return before, recall
 

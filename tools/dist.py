@@ -28,14 +28,11 @@ ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 WARNING = "rowstep cannot cache its compiled kernels"
 
-# What the README's example leaves to the reader, and whether it has trained.
-BEFORE_EXAMPLE = """
-import torch
-batches = [(torch.randint(1_000, (256, 20)), torch.rand(256, 1)) for _ in range(5)]
-"""
+# Whether the README's example has trained.
 AFTER_EXAMPLE = """
-assert optimizer.state and all(state["step"] == len(batches) for state in optimizer.state.values())
-print(f"{len(batches)} steps")
+(steps,) = {int(state["step"]) for state in optimizer.state.values()}
+assert steps > 0
+print(f"{steps} steps")
 """
 
 STEPS = """
@@ -234,8 +231,8 @@ def drop_rights() -> None:
 
 def example() -> str:
     blocks: list[str] = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
-    expect(bool(blocks) and "in batches" in blocks[0], "the README's first example does not loop over `batches`")
-    return BEFORE_EXAMPLE + blocks[0] + AFTER_EXAMPLE
+    expect(bool(blocks), "the README has no example")
+    return blocks[0] + AFTER_EXAMPLE
 
 
 def check_use(stranger: Stranger, wheel: Path, torch: str) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # typing's, whose import takes longer than the rest of this file
 if TYPE_CHECKING:
+    from typing import Any
+
     from ._clip import clip_grad_norm_ as clip_grad_norm_
     from ._clip import clip_grad_value_ as clip_grad_value_
     from ._deferred import DeferredAdam as DeferredAdam
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from ._sparse_adam import SparseAdam as SparseAdam
     from ._surgery import select_rows_ as select_rows_
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 # Where each public name lives. Imported when it is first asked for, so that what needs no torch does not import it.
 _HOME = {

@@ -151,8 +151,7 @@ class StatefulOptimizer(Optimizer):
             self._tables.pop(id(param), None)
 
     def _group_of(self, param: Tensor) -> Group:
-        if not isinstance(param, Tensor):
-            raise TypeError(f"param is a {type(param).__name__}; expected a parameter of this optimizer")
+        _surgery.require_tensor(param, "a parameter of this optimizer")
         for group in self.param_groups:
             for other in group["params"]:
                 if other is param:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ._commit import replace_table
 from ._memory import zeros_like
@@ -107,6 +107,12 @@ def named_rows(param: Tensor, mask_or_ids: Tensor) -> Tensor:
     return rows
 
 
+def require_tensor(param: object, expected: str) -> None:
+    if not isinstance(param, Tensor):
+        hint = ": pass module.weight" if isinstance(param, nn.Module) else ""
+        raise TypeError(f"param is of type {type(param).__name__}; expected {expected}{hint}")
+
+
 def row_count(param: Tensor) -> int:
     if param.dim() == 0:
         raise ValueError("the parameter has no dimensions, so it has no rows; expected at least one dimension")
@@ -132,6 +138,7 @@ def select_rows_(param: Tensor, mask_or_ids: Tensor) -> None:
         >>> weight.grad.is_sparse, weight.grad._indices()
         (True, tensor([[1, 3]]))
     """
+    require_tensor(param, "a Tensor with a dense gradient")
     grad = param.grad
     if grad is None or grad.is_sparse:
         raise ValueError(f"the parameter's gradient is {'None' if grad is None else 'sparse'}; expected a dense one")

@@ -9,15 +9,19 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import rowstep
 from tests.helpers import doc_commands
 from tests.helpers.doc_blocks import LANGUAGES, PAGES, ROOT, blocks_of, commands_of
-from tests.helpers.doc_readers import READERS, Reader, run_on_rank, run_page, unused_settings
+from tests.helpers.doc_readers import ELSEWHERE, RANKS, run_on_rank, run_page
 from tests.helpers.doc_strings import Documented, public, reference, run_examples
 from tests.helpers.ranks import Ranks
 from tools.versions import PAGE as VERSIONS
@@ -33,32 +37,29 @@ ON_KERNELS = ("README.md", "docs/index.md")
 """What people run first. The other pages run on the reference, since to compile what they use takes minutes."""
 
 
-HERE = [page for page in WITH_CODE if not READERS.get(page, Reader()).elsewhere]
-
-
-@pytest.mark.parametrize("page", [page for page in HERE if not READERS.get(page, Reader()).ranks])
+@pytest.mark.parametrize("page", [page for page in WITH_CODE if page not in RANKS and page not in ELSEWHERE])
 def test_the_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROWSTEP_BACKEND", "numba" if page in ON_KERNELS else "reference")
-    run_page(page, tmp_path, READERS.get(page, Reader()))
+    run_page(page, tmp_path)
 
 
-@pytest.mark.parametrize("page", [page for page in HERE if READERS.get(page, Reader()).ranks])
+@pytest.mark.parametrize("page", RANKS)
 def test_the_code_of_a_page_runs_on_several_ranks(page: str, tmp_path: Path, ranks: Ranks) -> None:
-    ranks.run(READERS[page].ranks, run_on_rank, page, str(tmp_path))
-
-
-@pytest.mark.parametrize("page", READERS)
-def test_a_reader_brings_only_what_the_page_needs(page: str) -> None:
-    assert not unused_settings(page)
+    ranks.run(RANKS[page], run_on_rank, page, str(tmp_path))
 
 
 def test_the_code_of_other_pages_is_run_elsewhere() -> None:
-    for page in set(WITH_CODE) - set(HERE):
-        assert page in (ROOT / READERS[page].elsewhere).read_text()
+    for page, test in ELSEWHERE.items():
+        assert f'run_page("{page}"' in (ROOT / test).read_text()
 
 
-def test_every_block_is_of_a_known_kind() -> None:
-    assert {block.language for page in PAGES for block in blocks_of(page)} <= LANGUAGES
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_of_a_known_kind_and_no_text_is_code(page: str) -> None:
+    for block in blocks_of(page):
+        assert block.language in LANGUAGES, block
+        if block.language == "text":
+            with pytest.raises(SyntaxError):
+                compile(block.text, page, "exec")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -73,11 +74,19 @@ def test_a_command_that_does_not_exist_is_noticed(line: str) -> None:
         doc_commands.check(line.split())
 
 
+@pytest.mark.parametrize("arguments", [[], ["help"]])
+def test_make_lists_its_commands(arguments: list[str]) -> None:
+    lines = subprocess.check_output(["make", *arguments], cwd=ROOT, text=True).splitlines()
+    (phony,) = re.findall(r"^\.PHONY: (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert sorted(line.split()[1] for line in lines[1:]) == sorted(phony.split())
+    assert max(map(len, lines)) <= 80
+
+
 def test_output_that_differs_is_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("```python\nprint(1 + 1)\n```\n\n```output\n3\n```\n")
     with pytest.raises(AssertionError, match="but the code prints\n2"):
-        run_page(str(page), tmp_path, Reader())
+        run_page(str(page), tmp_path)
 
 
 # Docstrings
@@ -150,6 +159,16 @@ def test_the_packages_of_the_site_are_pinned() -> None:
     assert set(re.findall(r'"([\w-]+)>=', extra[1])) <= pins
 
 
+def test_the_changelog_and_the_links_of_the_readme_on_an_index_are_those_of_this_version() -> None:
+    """A version in development has no tag that links could point to."""
+    version, _, is_in_development = rowstep.__version__.partition(".dev")
+    heading = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert heading
+    assert heading[1].startswith(f"[Unreleased] ({version})" if is_in_development else f"[{version}] - 20")
+    replacements = re.findall(r"^replacement = .*/(.+?)/'$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert replacements == ["main" if is_in_development else "v$HFPR_VERSION"] * 2
+
+
 TRIED = Outcome(("2.8.0", "3.11.7", "0.68.1", "2.4.6"), passed=90, failed=0, skipped=2, seconds=61.7)
 
 
@@ -165,6 +184,17 @@ def test_the_page_of_versions_has_a_table_to_replace() -> None:
 
 
 EXAMPLES = ROOT / "examples"
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_an_example_that_needs_a_package_says_which_extra(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    imported = set(re.findall(r"^ *(?:import|from) (\w+)", text, re.MULTILINE))
+    needed = imported - sys.stdlib_module_names - {"numpy", "rowstep", "torch"}
+    named = re.findall(r"pip install -e '\.\[(\w+)\]'", text)
+    assert len(named) == (2 if needed else 0)  # on top, and where the import fails
+    extras = (ROOT / "pyproject.toml").read_text()
+    assert all(re.search(rf"^{extra} = \[", extras, re.MULTILINE) for extra in named)
 
 
 def test_digits_are_learned_with_and_without_force_sparse() -> None:
@@ -213,6 +243,7 @@ def test_the_notebook_runs_and_its_optimizers_agree(monkeypatch: pytest.MonkeyPa
     pyplot = pytest.importorskip("matplotlib.pyplot")
     pyplot.switch_backend("Agg")
     monkeypatch.setattr(pyplot, "show", lambda: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # those of this process are the tests'
     cells = json.loads((EXAMPLES / "quickstart.ipynb").read_text())["cells"]
     source = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     for large, small in (("STEPS = 150", "STEPS = 20"), ("BATCH = 100_000", "BATCH = 1_000")):
@@ -223,3 +254,16 @@ def test_the_notebook_runs_and_its_optimizers_agree(monkeypatch: pytest.MonkeyPa
     assert max(found[name] for name in ("sparse_adam", "deferred_adam", "deferred_adamw")) < 1e-5
     assert len(pyplot.get_fignums()) == 3
     pyplot.close("all")
+
+
+def test_the_notebook_has_its_outputs() -> None:
+    """GitHub shows them, and downloads of the repository stay small."""
+    notebook = EXAMPLES / "quickstart.ipynb"
+    assert notebook.stat().st_size < 150_000
+    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    pictures = [output for output in outputs if "image/png" in output.get("data", {})]
+    texts = ["".join(output["text"]) for output in outputs if output["output_type"] == "stream"]
+    assert len(pictures) == len(texts) == len(outputs) / 2 == 3
+    assert all("times as fast, losses at most" in text for text in texts)

@@ -20,7 +20,7 @@ from engram_peft.utils import apply_group_wise_clipping
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import rowstep
-from tests.helpers.doc_readers import Reader, run_page
+from tests.helpers.doc_readers import run_page
 
 WORDS = 200
 
@@ -31,7 +31,7 @@ def _reference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_recipes_run(tmp_path: Path) -> None:
-    run_page("docs/trainers.md", tmp_path, Reader())
+    run_page("docs/trainers.md", tmp_path)
 
 
 def model() -> EngramModel:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rowstep import SparseAdam, select_rows_
+from rowstep import DeferredAdam, SparseAdam, select_rows_
 from tests.helpers.gradients import Snapshot, rows_of, step_with, table
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -52,7 +52,7 @@ def test_new_rows_are_what_a_function_makes_of_them() -> None:
             TypeError,
             "ids is a list; expected an integer tensor or a boolean mask",
         ),
-        (lambda opt, p: opt.reset_rows(None, torch.tensor([1])), TypeError, "is a NoneType; expected a parameter"),
+        (lambda opt, p: opt.reset_rows(None, torch.tensor([1])), TypeError, "of type NoneType; expected a parameter"),
     ],
 )
 def test_an_invalid_request_changes_nothing(
@@ -81,3 +81,16 @@ def test_selected_rows_count_as_touched_whatever_their_values() -> None:
         select_rows_(param, torch.tensor([1]))
     with pytest.raises(ValueError, match="gradient is None"):
         select_rows_(table(2, 2), torch.tensor([1]))
+
+
+def test_a_module_in_place_of_its_parameter() -> None:
+    module, ids = torch.nn.Embedding(4, 2), torch.tensor([1])
+    sparse, deferred = SparseAdam(module.parameters()), DeferredAdam(module.parameters())
+    calls: list[Callable[[Any], None]] = [
+        lambda param: sparse.grow(param, 1), lambda param: sparse.keep_rows(param, ids),
+        lambda param: sparse.permute_rows(param, ids), lambda param: sparse.reset_rows(param, ids),
+        lambda param: deferred.catch_up(param, ids), deferred.flush, lambda param: select_rows_(param, ids),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(TypeError, match=r"param is of type Embedding; expected a .*: pass module\.weight$"):
+            call(module)

@@ -7,7 +7,6 @@ not wait for torch.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import io
 import os
@@ -15,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from rowstep import __version__
-from rowstep.cli.extras import CommandError, number, positive, printable
+from rowstep.cli.extras import CommandError, number, positive
 
 _WARM_UP_DETAILS = """\
 For the default options of the optimizers and for clip_grad_norm_, on one and on several threads. For other options run
@@ -26,31 +25,19 @@ Numba and rowstep. NUMBA_CACHE_DIR says where they go; programs that should find
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; argparse itself exits with 2 on arguments it does not know."""
     arguments = _parser().parse_args(argv)
-    if sys.stderr is None:  # it was closed, and progress needs somewhere to go
-        sys.stderr = io.StringIO()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # not every encoding has the characters of the bars
     try:
         code: int = importlib.import_module(f"rowstep.cli.{arguments.module}").run(arguments)
-        print(end="", flush=True)  # a closed pipe or a full disk shows here, not when the interpreter ends
         return code
-    except KeyboardInterrupt:
-        return _failed("interrupted", 130)
     except ModuleNotFoundError as error:
-        return _failed(f"needs {error.name}, which is not installed: pip install {error.name}")
+        flaw = f"needs {error.name}, which is not installed: pip install {error.name}"
     except (CommandError, ImportError) as error:  # such as that of a torch that is too old
-        return _failed(str(error))
+        flaw = str(error)
     except OSError as error:
-        if error.filename is not None:
-            return _failed(f"{error.filename}: {error.strerror}")
-        with contextlib.suppress(OSError):  # what is still to be written would raise again when the interpreter ends
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _failed(f"the output ended before all of it was written: {error.strerror or error}")
-
-
-def _failed(sentence: str, code: int = 1) -> int:
-    print(f"rowstep: {printable(sentence, 1000)}", file=sys.stderr)
-    return code
+        flaw = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    print(f"rowstep: {flaw}", file=sys.stderr)
+    return 1
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,6 +11,7 @@ import argparse
 import math
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -42,24 +43,19 @@ DENSE = "torch.optim.Adam"
 class Run:
     name: str
     losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)  # of each step: lookup, backward pass and optimizer
+    loops: list[float] = field(default_factory=list)  # seconds of each step: lookup, backward pass and optimizer
+    alone: list[float] = field(default_factory=list)  # of these the optimizer's
     nbytes: int = 0  # of optimizer state and gradients
-
-    @property
-    def milliseconds(self) -> float:
-        """A usual step: the first one allocates the state, and may compile kernels."""
-        return 1e3 * median(self.seconds[1:] or self.seconds)
 
     def loss_after(self, steps: int) -> float:
         return mean(self.losses[max(0, steps - RECENT) : steps])
 
 
 def run(arguments: argparse.Namespace) -> int:
-    print(f"A table of {ROWS:,} x {COLUMNS} and a layer learn the classes of {BATCH:,} Zipf-distributed ids a step.")
-    limits = (
-        f"{arguments.steps} steps or {arguments.seconds:g} seconds, on {arguments.threads} of {os.cpu_count()} cores"
-    )
-    print(f"Each optimizer takes up to {limits}.\n", flush=True)
+    limits = f"{_count(arguments.steps, 'step')} or {_count(arguments.seconds, 'second')}"
+    print(f"A table of {ROWS:,} x {COLUMNS} and a layer learn to tell classes of ids.")
+    print(f"Each step has {BATCH:,} ids, which follow Zipf's law. Each optimizer takes up")
+    print(f"to {limits}, on {arguments.threads} of {os.cpu_count()} cores.\n", flush=True)
     torch.set_num_threads(arguments.threads)
     runs = [train(name, arguments.steps, arguments.seconds) for name in CONTENDERS]
     print("", *report(runs, arguments.steps, arguments.seconds), sep="\n")
@@ -71,22 +67,26 @@ def train(name: str, steps: int, seconds: float) -> Run:
     table, layer = nn.Embedding(ROWS, COLUMNS, sparse=name != DENSE), nn.Linear(COLUMNS, CLASSES)
     optimizers = CONTENDERS[name](list(table.parameters()), list(layer.parameters()))
     run, stop = Run(name), math.inf
-    try:
-        while len(run.losses) < steps and time.perf_counter() < stop:
-            _show_progress(run, steps, end="\r")
-            ids, classes = _batch(len(run.losses))
-            start = time.perf_counter()
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(layer(table(ids)), classes)
-            torch.autograd.backward(loss)
-            for optimizer in optimizers:
-                optimizer.step()
-            run.seconds.append(time.perf_counter() - start)
-            run.losses.append(loss.item())
-            stop = min(stop, time.perf_counter() + seconds)  # from the end of the first step
-    finally:  # on Ctrl-C, too: what is said next begins a line
-        _show_progress(run, steps, end="\n")
+    while len(run.losses) < steps and time.perf_counter() < stop:
+        _show_progress(run, steps, end="\r")
+        ids, classes = _batch(len(run.losses))
+        start = time.perf_counter()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            if isinstance(optimizer, DeferredAdam):  # the lookup would do it, and it is the optimizer's work
+                optimizer.catch_up(table.weight, ids)
+        caught_up = time.perf_counter()
+        loss = nn.functional.cross_entropy(layer(table(ids)), classes)
+        torch.autograd.backward(loss)
+        backward = time.perf_counter()
+        for optimizer in optimizers:
+            optimizer.step()
+        end = time.perf_counter()
+        run.loops.append(end - start)
+        run.alone.append(end - backward + caught_up - start)
+        run.losses.append(loss.item())
+        stop = min(stop, time.perf_counter() + seconds)  # from the end of the first step
+    _show_progress(run, steps, end="\n")
     run.nbytes = sum(_nbytes(optimizer) for optimizer in optimizers)
     return run
 
@@ -109,7 +109,7 @@ def _show_progress(run: Run, steps: int, end: str) -> None:
     if end == "\n" or sys.stderr.isatty():
         done = len(run.losses)
         loss = f", loss {run.losses[-1]:.4f}" if done else ""
-        line = f"{run.name:<24}{_bar(done / steps, width=20):<20}{done:5} of {steps} steps{loss}"
+        line = f"{run.name:<24}{_bar(done / steps, width=16):<16}{done:5} of {_count(steps, 'step')}{loss}"
         print(line, end=end, file=sys.stderr, flush=True)
 
 
@@ -119,22 +119,43 @@ def _bar(share: float, width: int) -> str:
 
 
 def report(runs: list[Run], steps: int, seconds: float) -> Iterator[str]:
-    """The lines of the comparison: losses after the steps that all have taken, and after those that each has taken."""
+    """The lines of the comparison, none of over 80 characters."""
     shared = min(len(run.losses) for run in runs)
-    yield f"{'':<24}{'ms a step':>12}{'speed':>10}{f'loss, step {shared}':>18}{'steps':>8}{'last loss':>12}"
+    loops = {run.name: _milliseconds(run.loops) for run in runs}
+    alone = {run.name: _milliseconds(run.alone) for run in runs}
+    yield f"{'':<24}{'whole loop':>16}{'optimizer step alone':>24}{'loss after':>14}"
+    yield f"{'':<24}{'ms':>8}{'speed':>8}{'ms':>14}{'speed':>10}{_count(shared, 'step'):>14}"
     for run in runs:
-        speed, count = runs[0].milliseconds / run.milliseconds, len(run.losses)
-        losses = f"{run.loss_after(shared):18.4f}{count:8}{run.loss_after(count):12.4f}"
-        yield f"{run.name:<24}{run.milliseconds:12,.1f}{speed:9.1f}x{losses}"
-    yield "\nMilliseconds a step"
-    yield from _chart({run.name: run.milliseconds for run in runs})
+        line = f"{run.name:<24}"
+        for times, first, second in ((loops, 8, 7), (alone, 14, 9)):
+            line += f"{times[run.name]:{first},.1f}{times[DENSE] / times[run.name]:{second},.1f}x"
+        yield f"{line}{run.loss_after(shared):14.4f}"
+    yield "\nMilliseconds of the whole loop: lookup, backward pass and optimizer step"
+    yield from _chart(loops)
+    yield "\nMilliseconds of the optimizer step alone"
+    yield from _chart(alone)
     yield "\nMegabytes of optimizer state and gradients"
     yield from _chart({run.name: run.nbytes / 1e6 for run in runs})
-    yield ""
-    if late := [f"{run.name} ({len(run.losses)} of {steps} steps)" for run in runs if len(run.losses) < steps]:
-        yield f"Out of time after {seconds:g} seconds: {', '.join(late)}."
-    yield f"A loss is the mean over up to {RECENT} steps, each on a new batch. The losses of both SparseAdams should"
-    yield "agree, and so should those of DeferredAdam and torch.optim.Adam. DeferredAdam keeps another 4 bytes per row."
+    late = [f"{run.name} ({len(run.losses)} of {_count(steps, 'step')})" for run in runs if len(run.losses) < steps]
+    out = f"Out of time after {_count(seconds, 'second')}: {', '.join(late)}. " if late else ""
+    yield "\n" + textwrap.fill(out + _NOTES, width=80)
+
+
+_NOTES = f"""\
+Times are medians. A loss is the mean over up to {RECENT} steps, each on a new batch. The losses of both SparseAdams
+should agree, and so should those of DeferredAdam and torch.optim.Adam. DeferredAdam keeps another 4 bytes per row; its
+step includes bringing the rows of the batch up to date."""
+
+
+def _milliseconds(seconds: list[float]) -> float:
+    """Of a usual step: the first one allocates the state, and may compile kernels."""
+    return 1e3 * median(seconds[1:] or seconds)
+
+
+def _count(number: float, what: str) -> str:
+    """One second, two seconds."""
+    shown = f"{number:,}" if isinstance(number, int) else f"{number:g}"
+    return f"{shown} {what}" if number == 1 else f"{shown} {what}s"
 
 
 def _chart(values: dict[str, float]) -> Iterator[str]:

@@ -28,9 +28,3 @@ def number(kind: Any, expected: str, most: float = sys.float_info.max) -> Callab
 
 
 positive = number(int, "a whole number above 0")
-
-
-def printable(text: str, longest: int = 100) -> str:
-    """Text from a file, fit for a terminal: cut to this length, and whatever is not visible is escaped."""
-    cut = text if len(text) <= longest else f"{text[: longest - 3]}..."
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in cut)
