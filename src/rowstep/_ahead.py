@@ -89,7 +89,7 @@ class Ahead:
         self._orders: collections.deque[_Order] = collections.deque()  # what is not there any more, has been done
         self._rest: _Order | None = None  # of the last step, until it has been done
         self._error: BaseException | None = None
-        self._reads_early = False
+        self._reads_early_under: Callable[[], Any] = _nobody
         self._kernels: Any = None  # those of the last step
         self._taken: Tensor | None = None  # since then: the distinct rows that the next gradient may have, too
         self._split: _Split | None = None
@@ -100,7 +100,7 @@ class Ahead:
 
     def read_late(self) -> None:
         """Read no rows before they are looked up."""
-        self._reads_early = False
+        self._reads_early_under = _nobody
         for batch in self.announced:
             batch.writes = -1
 
@@ -112,11 +112,14 @@ class Ahead:
 
     # Announcing
 
+    def _reads_early(self, weight: Tensor) -> bool:
+        """Whether the optimizer of the last step watches the table, and no row waits: nobody writes to it unseen."""
+        keeper = keeper_of(weight) if isinstance(weight, Waiting) else None
+        return keeper is not None and keeper is self._reads_early_under()
+
     def announce(self, weight: Tensor, ids: Tensor, *, pinned: bool, may_read: bool) -> None:
         """Let the worker prepare a lookup of these ids, which nobody else writes to."""
-        # Rows are read early only while nobody can write to the table unseen.
-        is_watched = may_read and self._reads_early and isinstance(weight, Waiting)
-        batch = Announced(ids, writes_to(weight) if is_watched else -1)
+        batch = Announced(ids, writes_to(weight) if may_read and self._reads_early(weight) else -1)
         batch.order = _Order(lambda: self._do_announced(batch, weight, pinned))
         self.announced = [*self.announced[1 - _MOST_ANNOUNCED :], batch]
         self._give(batch.order)
@@ -147,14 +150,12 @@ class Ahead:
         self._compare()
         return batch
 
-    @staticmethod
-    def rows_of(batch: Announced, weight: Tensor) -> Tensor:
+    def rows_of(self, batch: Announced, weight: Tensor) -> Tensor:
         """The distinct rows of a batch that was taken. The worker may be stepping others."""
-        if isinstance(weight, Waiting):
-            if batch.rows is not None and writes_to(weight) == batch.writes:
-                return batch.rows
-            if (keeper := keeper_of(weight)) is not None:
-                keeper._catch_up_announced(weight, batch.distinct)
+        if batch.rows is not None and batch.writes == writes_to(weight) and self._reads_early(weight):
+            return batch.rows
+        if isinstance(weight, Waiting) and (keeper := keeper_of(weight)) is not None:
+            keeper._catch_up_announced(weight, batch.distinct)
         return weight.index_select(0, batch.distinct)
 
     def _do_announced(self, batch: Announced, weight: Tensor, pinned: bool) -> None:
@@ -172,8 +173,9 @@ class Ahead:
         """Let the worker make a step that has been counted: what announced batches name first."""
         table, keeper = job.table, job.table.keeper()
         param, self._kernels = table.param, table.kernels
-        self._reads_early = table.pending is None and not param.is_inference()
-        before = writes_to(param) if self._reads_early and isinstance(param, Waiting) else -2
+        before = writes_to(param) if self._reads_early(param) else -2
+        is_seen = table.pending is None and not param.is_inference()
+        self._reads_early_under = table.keeper if is_seen else _nobody
         note_writes([param])
         order = _Order(lambda: self._do_step(job, step_rows, batches, keeper), is_step=True)
         for batch in self.announced:
@@ -255,6 +257,10 @@ class Ahead:
                 self._error = self._error or error
         # If nobody else has the optimizer, it ends here, and may step all rows. Whoever reads them still waits for us.
         del order.do
+
+
+def _nobody() -> None:
+    """In place of a reference to an optimizer."""
 
 
 def _part_of(gradient: RowGradient, places: Tensor) -> RowGradient:
