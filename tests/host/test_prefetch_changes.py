@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rowstep import DeferredAdamW, HostEmbedding, SparseAdam, _ahead
+from rowstep._backends import numba as kernels
 
 ROWS = 40
 NAMED, OTHERS = torch.arange(5), torch.arange(10, 15)
@@ -87,3 +89,46 @@ def test_rows_are_as_another_optimizer_has_them(change: Any) -> None:
     for loop in (plain, ahead):
         loop.train(NAMED)
     assert torch.equal(ahead.table.weight, plain.table.weight)
+
+
+class Slow:
+    """The worker makes no step until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.may_go_on, usual = threading.Event(), kernels._step_part
+
+        def slow(*args: Any) -> int:
+            assert self.may_go_on.wait(60)
+            return usual(*args)
+
+        monkeypatch.setattr(kernels, "_step_part", slow)
+
+
+@pytest.mark.parametrize("write", [Tensor.zero_, lambda grad: grad.add_(1)], ids=["zero_grad", "accumulate"])
+@pytest.mark.parametrize("make", [SparseAdam, DeferredAdamW])
+def test_the_memory_of_a_dense_gradient_may_be_written_to(
+    make: Any, write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As zero_grad(set_to_none=False) and autograd do; they give a sparse gradient new memory."""
+    results = []
+    for prefetches in (False, True):
+        torch.manual_seed(0)
+        table = HostEmbedding(ROWS, 3, device="cpu")
+        optimizer = make(table.parameters(), lr=0.1, second_moment="row")
+        table(NAMED).sum().backward()
+        optimizer.step()
+        torch.autograd.backward(table.weight[3:9].square().sum())
+        grad = table.weight.grad
+        assert grad is not None and not grad.is_sparse  # noqa: PT018
+        if prefetches:
+            table.prefetch(OTHERS)
+        with monkeypatch.context() as patched:
+            slow = Slow(patched)
+            if not prefetches:
+                slow.may_go_on.set()
+            optimizer.step()
+            write(grad)
+            slow.may_go_on.set()
+            _ahead.finish_all()
+        results.append(table.weight.detach().clone())
+    assert torch.equal(*results)
