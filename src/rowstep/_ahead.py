@@ -22,7 +22,8 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from _thread import start_new_thread
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from multiprocessing import util
 from typing import Any
@@ -41,6 +42,8 @@ from ._waiting import Waiting, keeper_of, watch
 _STEPS_KEPT = 2
 _MOST_ANNOUNCED = 16
 
+_CALL = operator.methodcaller("__call__")
+
 
 @dataclass(eq=False, slots=True)
 class _Order:
@@ -48,7 +51,14 @@ class _Order:
 
     do: Callable[[], None]
     is_step: bool = False
-    done: threading.Event = field(default_factory=threading.Event)
+    undone: Any = field(default_factory=threading.Lock)
+    """Held until it is done. An Event is Python code: an interrupt there may leave it locked, for the worker too."""
+
+    def __post_init__(self) -> None:
+        self.undone.acquire()
+
+    def wait(self) -> None:
+        list(map(_CALL, (self.undone.acquire, self.undone.release)))  # one call, for others may be waiting as well
 
 
 @dataclass(eq=False, slots=True)
@@ -141,7 +151,7 @@ class Ahead:
         self.announced = [other for other in self.announced if other is not batch]
         if batch.order in self._orders.copy():  # an interrupt may have come before it was given
             _tell_worker(self)  # or before the worker was told
-            batch.order.done.wait()
+            batch.order.wait()
         if self._error is not None:
             self.finish()
         if batch.distinct is None:
@@ -226,10 +236,10 @@ class Ahead:
             ) from error
 
     def wait(self) -> None:
-        while not self.is_idle and threading.current_thread() is not _worker:  # which may collect garbage
+        while not self.is_idle and threading.get_ident() not in _worker:  # which may collect garbage
             last = _Order(lambda: None)
             self._give(last)
-            last.done.wait()
+            last.wait()
 
     def _do_next(self) -> None:
         """Carry out the orders, each after the rest of the step before it; and that rest if there are none."""
@@ -240,7 +250,7 @@ class Ahead:
             order = self._orders[0]
             self._do(order)
             self._orders.popleft()
-            order.done.set()
+            order.undone.release()
         if self._rest is not None:
             _told.put(self)  # after what other tables have to do
 
@@ -323,21 +333,6 @@ class WaitingLock:
 
 # The worker
 
-_told: queue.SimpleQueue[Ahead] = queue.SimpleQueue()
-_worker: threading.Thread | None = None
-_starting = threading.RLock()  # a signal handler may come by here as well
-
-
-def _tell_worker(ahead: Ahead) -> None:
-    global _worker
-    with _starting:
-        if _worker is None or not _worker.is_alive():
-            _worker = threading.Thread(target=_work, name="rowstep", daemon=True)
-            _worker.start()
-            # Children of multiprocessing end without atexit's functions.
-            util.Finalize(None, finish_all, exitpriority=0)
-    _told.put(ahead)
-
 
 def _work() -> None:
     torch.set_grad_enabled(False)  # for this thread
@@ -347,13 +342,34 @@ def _work() -> None:
         del ahead  # a table lives on only while there is something to do
 
 
+_told: queue.SimpleQueue[Ahead] = queue.SimpleQueue()
+_to_start: Iterator[Callable[[], None]] = iter([_work])  # nothing, once it was started
+_worker: list[int] = []
+"""The thread that was started, if there is one: it never ends."""
+
+
+def _tell_worker(ahead: Ahead) -> None:
+    global _to_start
+    _told.put(ahead)
+    if not _worker:
+        try:
+            # One call, as above, also where another thread or a signal handler comes in between. Not a Thread: an
+            # interrupt leaves its ``start`` half done, and lets ``is_alive`` mark one that runs as stopped.
+            _worker.extend(map(start_new_thread, _to_start, [()]))
+        except BaseException:
+            _to_start = iter([_work])  # there was no room for a thread
+            raise
+
+
 def _begin_again() -> None:
-    global _starting, _told, _worker
-    _told, _starting, _worker = queue.SimpleQueue(), threading.RLock(), None
+    global _told, _to_start, _worker
+    _told, _to_start, _worker = queue.SimpleQueue(), iter([_work]), []
 
 
 before_sync.add(finish_all)
 atexit.register(finish_all)
+# Children of multiprocessing end without atexit's functions, and begin by forgetting what there is to do at their end.
+util.register_after_fork(finish_all, lambda _: util.Finalize(None, finish_all, exitpriority=0))
 if hasattr(os, "register_at_fork"):  # not on Windows
     # What could not be done, the owner is told later, in both processes.
     os.register_at_fork(before=wait_for_all, after_in_child=_begin_again)
