@@ -241,6 +241,14 @@ class Ahead:
             self._give(last)
             last.wait()
 
+    def leave_behind(self) -> None:
+        """In a forked process: forget what another thread has told the worker since that was waited for."""
+        orders = [*self._orders, *([] if self._rest is None else [self._rest])]
+        self._orders.clear()
+        self._rest = None
+        if any(order.is_step for order in orders):
+            self._error = self._error or RuntimeError("another thread took it while this process was forked")
+
     def _do_next(self) -> None:
         """Carry out the orders, each after the rest of the step before it; and that rest if there are none."""
         if not self._orders:
@@ -364,6 +372,8 @@ def _tell_worker(ahead: Ahead) -> None:
 def _begin_again() -> None:
     global _told, _to_start, _worker
     _told, _to_start, _worker = queue.SimpleQueue(), iter([_work]), []
+    for ahead in list(_of_tables.values()):
+        ahead.leave_behind()
 
 
 before_sync.add(finish_all)
