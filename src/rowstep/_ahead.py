@@ -22,7 +22,8 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from _thread import start_new_thread
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from multiprocessing import util
 from typing import Any
@@ -41,6 +42,8 @@ from ._waiting import Waiting, keeper_of, watch
 _STEPS_KEPT = 2
 _MOST_ANNOUNCED = 16
 
+_CALL = operator.methodcaller("__call__")
+
 
 @dataclass(eq=False, slots=True)
 class _Order:
@@ -48,7 +51,14 @@ class _Order:
 
     do: Callable[[], None]
     is_step: bool = False
-    done: threading.Event = field(default_factory=threading.Event)
+    undone: Any = field(default_factory=threading.Lock)
+    """Held until it is done. An Event is Python code: an interrupt there may leave it locked, for the worker too."""
+
+    def __post_init__(self) -> None:
+        self.undone.acquire()
+
+    def wait(self) -> None:
+        list(map(_CALL, (self.undone.acquire, self.undone.release)))  # one call, for others may be waiting as well
 
 
 @dataclass(eq=False, slots=True)
@@ -89,7 +99,7 @@ class Ahead:
         self._orders: collections.deque[_Order] = collections.deque()  # what is not there any more, has been done
         self._rest: _Order | None = None  # of the last step, until it has been done
         self._error: BaseException | None = None
-        self._reads_early = False
+        self._reads_early_under: Callable[[], Any] = _nobody
         self._kernels: Any = None  # those of the last step
         self._taken: Tensor | None = None  # since then: the distinct rows that the next gradient may have, too
         self._split: _Split | None = None
@@ -100,7 +110,7 @@ class Ahead:
 
     def read_late(self) -> None:
         """Read no rows before they are looked up."""
-        self._reads_early = False
+        self._reads_early_under = _nobody
         for batch in self.announced:
             batch.writes = -1
 
@@ -112,11 +122,14 @@ class Ahead:
 
     # Announcing
 
+    def _reads_early(self, weight: Tensor) -> bool:
+        """Whether the optimizer of the last step watches the table, and no row waits: nobody writes to it unseen."""
+        keeper = keeper_of(weight) if isinstance(weight, Waiting) else None
+        return keeper is not None and keeper is self._reads_early_under()
+
     def announce(self, weight: Tensor, ids: Tensor, *, pinned: bool, may_read: bool) -> None:
         """Let the worker prepare a lookup of these ids, which nobody else writes to."""
-        # Rows are read early only while nobody can write to the table unseen.
-        is_watched = may_read and self._reads_early and isinstance(weight, Waiting)
-        batch = Announced(ids, writes_to(weight) if is_watched else -1)
+        batch = Announced(ids, writes_to(weight) if may_read and self._reads_early(weight) else -1)
         batch.order = _Order(lambda: self._do_announced(batch, weight, pinned))
         self.announced = [*self.announced[1 - _MOST_ANNOUNCED :], batch]
         self._give(batch.order)
@@ -138,7 +151,7 @@ class Ahead:
         self.announced = [other for other in self.announced if other is not batch]
         if batch.order in self._orders.copy():  # an interrupt may have come before it was given
             _tell_worker(self)  # or before the worker was told
-            batch.order.done.wait()
+            batch.order.wait()
         if self._error is not None:
             self.finish()
         if batch.distinct is None:
@@ -147,14 +160,12 @@ class Ahead:
         self._compare()
         return batch
 
-    @staticmethod
-    def rows_of(batch: Announced, weight: Tensor) -> Tensor:
+    def rows_of(self, batch: Announced, weight: Tensor) -> Tensor:
         """The distinct rows of a batch that was taken. The worker may be stepping others."""
-        if isinstance(weight, Waiting):
-            if batch.rows is not None and writes_to(weight) == batch.writes:
-                return batch.rows
-            if (keeper := keeper_of(weight)) is not None:
-                keeper._catch_up_announced(weight, batch.distinct)
+        if batch.rows is not None and batch.writes == writes_to(weight) and self._reads_early(weight):
+            return batch.rows
+        if isinstance(weight, Waiting) and (keeper := keeper_of(weight)) is not None:
+            keeper._catch_up_announced(weight, batch.distinct)
         return weight.index_select(0, batch.distinct)
 
     def _do_announced(self, batch: Announced, weight: Tensor, pinned: bool) -> None:
@@ -172,8 +183,9 @@ class Ahead:
         """Let the worker make a step that has been counted: what announced batches name first."""
         table, keeper = job.table, job.table.keeper()
         param, self._kernels = table.param, table.kernels
-        self._reads_early = table.pending is None and not param.is_inference()
-        before = writes_to(param) if self._reads_early and isinstance(param, Waiting) else -2
+        before = writes_to(param) if self._reads_early(param) else -2
+        is_seen = table.pending is None and not param.is_inference()
+        self._reads_early_under = table.keeper if is_seen else _nobody
         note_writes([param])
         order = _Order(lambda: self._do_step(job, step_rows, batches, keeper), is_step=True)
         for batch in self.announced:
@@ -224,10 +236,18 @@ class Ahead:
             ) from error
 
     def wait(self) -> None:
-        while not self.is_idle and threading.current_thread() is not _worker:  # which may collect garbage
+        while not self.is_idle and threading.get_ident() not in _worker:  # which may collect garbage
             last = _Order(lambda: None)
             self._give(last)
-            last.done.wait()
+            last.wait()
+
+    def leave_behind(self) -> None:
+        """In a forked process: forget what another thread has told the worker since that was waited for."""
+        orders = [*self._orders, *([] if self._rest is None else [self._rest])]
+        self._orders.clear()
+        self._rest = None
+        if any(order.is_step for order in orders):
+            self._error = self._error or RuntimeError("another thread took it while this process was forked")
 
     def _do_next(self) -> None:
         """Carry out the orders, each after the rest of the step before it; and that rest if there are none."""
@@ -238,7 +258,7 @@ class Ahead:
             order = self._orders[0]
             self._do(order)
             self._orders.popleft()
-            order.done.set()
+            order.undone.release()
         if self._rest is not None:
             _told.put(self)  # after what other tables have to do
 
@@ -255,6 +275,10 @@ class Ahead:
                 self._error = self._error or error
         # If nobody else has the optimizer, it ends here, and may step all rows. Whoever reads them still waits for us.
         del order.do
+
+
+def _nobody() -> None:
+    """In place of a reference to an optimizer."""
 
 
 def _part_of(gradient: RowGradient, places: Tensor) -> RowGradient:
@@ -317,21 +341,6 @@ class WaitingLock:
 
 # The worker
 
-_told: queue.SimpleQueue[Ahead] = queue.SimpleQueue()
-_worker: threading.Thread | None = None
-_starting = threading.RLock()  # a signal handler may come by here as well
-
-
-def _tell_worker(ahead: Ahead) -> None:
-    global _worker
-    with _starting:
-        if _worker is None or not _worker.is_alive():
-            _worker = threading.Thread(target=_work, name="rowstep", daemon=True)
-            _worker.start()
-            # Children of multiprocessing end without atexit's functions.
-            util.Finalize(None, finish_all, exitpriority=0)
-    _told.put(ahead)
-
 
 def _work() -> None:
     torch.set_grad_enabled(False)  # for this thread
@@ -341,13 +350,36 @@ def _work() -> None:
         del ahead  # a table lives on only while there is something to do
 
 
+_told: queue.SimpleQueue[Ahead] = queue.SimpleQueue()
+_to_start: Iterator[Callable[[], None]] = iter([_work])  # nothing, once it was started
+_worker: list[int] = []
+"""The thread that was started, if there is one: it never ends."""
+
+
+def _tell_worker(ahead: Ahead) -> None:
+    global _to_start
+    _told.put(ahead)
+    if not _worker:
+        try:
+            # One call, as above, also where another thread or a signal handler comes in between. Not a Thread: an
+            # interrupt leaves its ``start`` half done, and lets ``is_alive`` mark one that runs as stopped.
+            _worker.extend(map(start_new_thread, _to_start, [()]))
+        except BaseException:
+            _to_start = iter([_work])  # there was no room for a thread
+            raise
+
+
 def _begin_again() -> None:
-    global _starting, _told, _worker
-    _told, _starting, _worker = queue.SimpleQueue(), threading.RLock(), None
+    global _told, _to_start, _worker
+    _told, _to_start, _worker = queue.SimpleQueue(), iter([_work]), []
+    for ahead in list(_of_tables.values()):
+        ahead.leave_behind()
 
 
 before_sync.add(finish_all)
 atexit.register(finish_all)
+# Children of multiprocessing end without atexit's functions, and begin by forgetting what there is to do at their end.
+util.register_after_fork(finish_all, lambda _: util.Finalize(None, finish_all, exitpriority=0))
 if hasattr(os, "register_at_fork"):  # not on Windows
     # What could not be done, the owner is told later, in both processes.
     os.register_at_fork(before=wait_for_all, after_in_child=_begin_again)

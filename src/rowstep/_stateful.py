@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from . import _part, _surgery
+from . import _fork, _part, _surgery
 from ._commit import is_averaged_table
 from ._loading import check_slots, check_states, check_structure, separate_counts, uncast_slots
 from ._options import HOW_TORCH_STEPS, check_group, check_learning_rate
@@ -37,6 +37,7 @@ class StatefulOptimizer(Optimizer):
         self._lock: Any = threading.RLock()
         self._bare_lock = self._lock
         """The same, or what it is when a table is at work on which one need not wait."""
+        _fork.optimizers.add(self)
         self._self: weakref.ref[Any] = weakref.ref(self)
         self._files = StateFiles()
         self._tables: dict[int, Table] = {}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import signal
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from rowstep import SparseAdam
+from rowstep import SparseAdam, _torch_internals
 from rowstep._kernels.workspace import Workspace
 from rowstep._waiting import Waiting
 from tests.helpers.gradients import rows_of
@@ -47,6 +49,27 @@ def test_an_interrupt_at_any_line_of_what_a_deferred_optimizer_does_besides(acti
         return run, besides_steps(run)[action]
 
     assert_waiting_survives(interrupted(prepare))
+
+
+def test_an_interrupt_does_not_leave_autograd_off() -> None:
+    """Right after a call into C, where Python handles signals."""
+    run, was_interrupted, at = Run("sparse"), True, 0
+    while was_interrupted:
+        was_interrupted, at, returns = False, at + 1, itertools.count(1)
+
+        def interrupt(frame: Any, event: str, _: Any, at: int = at, returns: Iterator[int] = returns) -> None:
+            if frame.f_code.co_filename == _torch_internals.__file__ and event == "c_return" and next(returns) == at:
+                raise KeyboardInterrupt
+
+        sys.setprofile(interrupt)
+        try:
+            run.step()
+        except KeyboardInterrupt:
+            was_interrupted = True
+        finally:
+            sys.setprofile(None)
+        assert torch.is_grad_enabled(), at
+    assert at > 4
 
 
 @pytest.mark.usefixtures("backend")

@@ -77,3 +77,18 @@ def test_rows_are_read_one_by_one_where_no_thread_can_start(tmp_path: Path, monk
     table = HostEmbedding.from_pretrained(weight, device="cpu")
     rows = torch.arange(0, 4000, 9)
     assert torch.equal(table(rows), weight[rows])
+
+
+@pytest.mark.parametrize("in_file", ["table", "state"])
+def test_a_gradient_of_no_rows_can_be_added_to(tmp_path: Path, in_file: str) -> None:
+    """torch resizes its indices, which are the row numbers that were read: memory that it must own."""
+    path = tmp_path / "a.safetensors" if in_file == "table" else None
+    table = HostEmbedding(50, 4, device="cpu", path=path)
+    optimizer = SparseAdam(table.parameters(), state_dir=tmp_path if in_file == "state" else None)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for count in (0, 3, 0):
+            table(torch.arange(count)).sum().backward()
+        assert table.weight.grad is not None
+        assert table.weight.grad.coalesce().indices().tolist() == [[0, 1, 2]]
+        optimizer.step()

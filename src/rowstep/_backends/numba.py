@@ -130,7 +130,10 @@ class LaunchAhead(Launch):
     __slots__ = ()
 
     def reserve(self, most_threads: int, power: float = 0.0) -> None:
-        """Each part will have memory of its own."""
+        """Each part will have memory of its own. A dense gradient has it now: zero_grad and autograd write into it."""
+        (job,) = self.jobs
+        if job.param.grad is not None and not job.param.grad.is_sparse:
+            job.gradient.values = job.gradient.values.clone()
 
     def step(self) -> int:
         """Let the rows be stepped. How many were skipped, is told when they have been."""

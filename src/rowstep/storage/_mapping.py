@@ -162,7 +162,8 @@ def read_rows(tensor: Tensor, rows: Tensor) -> None:
     """
     row_bytes = tensor.nbytes // len(tensor)
     numbers = tensor.detach().view(-1).view(torch.uint8).numpy()
-    begins = rows.long().numpy() * row_bytes
+    # Of a product: torch never again resizes what NumPy has seen, and the rows may become those of a gradient.
+    begins = (rows.long() * row_bytes).numpy()
 
     def touch(begins: Any) -> int:
         """Return how many pages were on disk."""
