@@ -346,7 +346,7 @@ def _begin_again() -> None:
     _told, _starting, _worker = queue.SimpleQueue(), threading.RLock(), None
 
 
-before_sync.add(finish_all)
+before_sync.append(lambda seconds: finish_all())
 atexit.register(finish_all)
 if hasattr(os, "register_at_fork"):  # not on Windows
     # What could not be done, the owner is told later, in both processes.

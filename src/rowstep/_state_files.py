@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._memory import before_sync
 from ._state import SLOTS, State, StateSpec, misfit, steps_taken
 
 
@@ -24,7 +23,6 @@ class StateFiles:
     def __init__(self) -> None:
         # By the id of a parameter: its state, and the file's count of its steps.
         self._counts: dict[int, tuple[State, Tensor]] = {}
-        before_sync.add(self)
 
     def take_up(self, optimizer: Any, group: Mapping[str, Any], at: int) -> None:
         """Make what the files of a group have the state of its parameters."""
@@ -67,8 +65,7 @@ class StateFiles:
         if make is not None:
             self._counts[id(param)] = optimizer.state[param], make("step", (1,), torch.int64)
 
-    def __call__(self) -> None:
-        """Write the counts."""
+    def write_counts(self) -> None:
         for state, count in self._counts.values():
             if int(count) != steps_taken(state):  # what is written counts as changed until it is synced
                 count.fill_(steps_taken(state))

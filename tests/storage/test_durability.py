@@ -136,11 +136,11 @@ table = storage.create(sys.argv[1], 5, 5)
 if os.fork() == 0:
     sys.exit()
 os.wait()
-assert "null" not in open(f"{sys.argv[1]}.rowstep.json").read()
+assert '"open_in": null' not in open(f"{sys.argv[1]}.rowstep.json").read()
         """,
         path,
     )
-    assert "null" in Path(f"{path}.rowstep.json").read_text()
+    assert '"open_in": null' in Path(f"{path}.rowstep.json").read_text()
 
 
 def test_a_file_system_that_notices_nothing_has_no_clean_files() -> None:
