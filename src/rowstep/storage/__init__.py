@@ -137,10 +137,18 @@ def sync(*tensors: Tensor) -> int:
     """
     for function in before_sync:
         function(-1)
-    now = time.time_ns()
+    now, errors = time.time_ns(), []
     for file in _mapping.files_of(tensors):
-        with _mapping.explained(file.path):
-            file.sync(now)
+        try:
+            with _mapping.explained(file.path):
+                file.sync(now)
+        except OSError as error:  # of its own: the others are synced
+            errors.append(error)
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        errors.clear()  # or a traceback would keep itself, and what is open, alive
     return now
 
 
