@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -16,10 +15,9 @@ from torch.optim.optimizer import StateDict
 from . import _part, _surgery
 from ._commit import is_averaged_table
 from ._loading import check_slots, check_states, check_structure, separate_counts, uncast_slots
-from ._memory import before_sync
 from ._options import HOW_TORCH_STEPS, check_group, check_learning_rate
 from ._state import State, StateSpec, misfit, row_moment_flaw
-from ._state_files import StateFiles
+from ._state_files import StateFiles, writers
 from ._surgery import Init
 from ._table import Table
 from ._torch_internals import without_torch_function
@@ -45,7 +43,7 @@ class StatefulOptimizer(Optimizer):
         """By the id of their parameter, which they hold: a Tensor's own hash is a call into Python."""
         self._peers: list[_part.Peers] = []
         """The ranks that share tables with this one."""
-        _optimizers.add(self)
+        writers.add(self)
 
     def _check_group(self, group: Mapping[str, Any], where: str) -> None:
         """Raise if these options cannot be honoured; ``where`` names the group."""
@@ -183,8 +181,9 @@ class StatefulOptimizer(Optimizer):
                         # A Tensor whatever the gradients will be: torch's checkpoints read either kind into a Tensor,
                         # but only an int into an int.
                         state.setdefault("step", torch.zeros((), dtype=torch.float32))
-                        spec.install(state, spec.made_of(state, param, self._files.maker(self, param))[0])
-                        self._files.count(self, param)
+                        with self._files.all_or_none():
+                            made, _ = self._files.make(param, state, spec)
+                        spec.install(state, made)
 
     def _look_for_shards(self) -> None:
         """Note the ranks that share tables with this one, and make the state that checkpoints load into."""
@@ -271,7 +270,7 @@ class StatefulOptimizer(Optimizer):
 
     def _write_to_files(self) -> None:
         """Write what belongs into files and is not there yet: before they are synced, and when the process ends."""
-        self._files.write_counts()
+        self._files.write_counts(self.state)
 
     def _with_own(self, index: int, loaded: Mapping[str, Any]) -> dict[str, Any]:
         """A loaded group with the options that stay this optimizer's own."""
@@ -285,34 +284,3 @@ class StatefulOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
             return super().__getstate__() | {"_is_complete": True}
-
-
-_optimizers: weakref.WeakSet[StatefulOptimizer] = weakref.WeakSet()
-"""Those of this process. What those of its parent still have to write into files is left to that."""
-
-
-def _write_all_to_files(seconds: float) -> None:
-    """Let every optimizer write what belongs into files, and then raise what kept the first one from it."""
-    errors: list[Exception] = []
-    for optimizer in list(_optimizers):
-        if not optimizer._bare_lock.acquire(timeout=seconds):
-            name = type(optimizer).__name__
-            flaw = (
-                f"another thread has been in a step of {name} for {seconds} s; expected its end. Files may lack moves"
-            )
-            errors.append(TimeoutError(flaw))
-            continue
-        try:
-            with optimizer._lock:  # which waits for tables at work
-                optimizer._write_to_files()
-        except Exception as error:
-            errors.append(error)
-        finally:
-            optimizer._bare_lock.release()
-    if errors:
-        raise errors[0]
-
-
-before_sync.append(_write_all_to_files)
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_optimizers.clear)
