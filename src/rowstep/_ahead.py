@@ -376,7 +376,7 @@ def _begin_again() -> None:
         ahead.leave_behind()
 
 
-before_sync.add(finish_all)
+before_sync.append(lambda seconds: finish_all())
 atexit.register(finish_all)
 # Children of multiprocessing end without atexit's functions, and begin by forgetting what there is to do at their end.
 util.register_after_fork(finish_all, lambda _: util.Finalize(None, finish_all, exitpriority=0))

@@ -18,7 +18,7 @@ from typing import Any
 _threads_left_behind = False
 
 optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-"""All that there are, for their locks."""
+"""All that there are: for their locks, and for what they have to write before the process ends."""
 
 
 def threads_left_behind() -> bool:

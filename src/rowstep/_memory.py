@@ -6,9 +6,8 @@ import contextlib
 import math
 import mmap
 import sys
-import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -19,8 +18,9 @@ from ._waiting import plain_class
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-before_sync: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()
-"""What is called before files are synced: who has something that belongs into them, adds a function."""
+before_sync: list[Callable[[float], None]] = []
+"""What is called before files are synced and when the process ends: who has something that belongs into them, adds a
+function. It is told for how many seconds it may wait for another thread; -1 stands for as long as it takes."""
 
 # Smaller tensors gain nothing: one huge page is 2 MiB, and the kernel gives none to less.
 _HUGE_FROM_BYTES = 8 << 20
@@ -105,10 +105,15 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
 
 
+def file_of(tensor: Tensor) -> Any:
+    """The file of ``rowstep.storage`` that this process writes and the tensor is in, or None."""
+    storage = sys.modules.get(f"{__package__}.storage")  # whoever has such a tensor has imported it
+    files = [] if storage is None else storage._mapping.files_of(())
+    return next((file for file in files if file.has(tensor)), None)
+
+
 def is_in_file(tensor: Tensor) -> bool:
-    """Whether this is a tensor of ``rowstep.storage``, which whoever has one has imported."""
-    storage = sys.modules.get(f"{__package__}.storage")
-    return storage is not None and any(file.has(tensor) for file in storage._mapping.files_of(()))
+    return file_of(tensor) is not None
 
 
 def read_from_file(tensor: Tensor, rows: Tensor) -> None:

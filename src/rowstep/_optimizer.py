@@ -23,6 +23,7 @@ from ._launches import Launches, add
 from ._options import check_is_number, check_layouts, check_learning_rate, parameter_name, refuse_idle_rounding
 from ._rule import Rule
 from ._state import LARGEST_COUNT, State, StateSpec, misfit, row_moment_flaw, steps_taken
+from ._state_files import make_absolute
 from ._stateful import Group, StatefulOptimizer
 from ._table import Job, Table
 from ._torch_internals import optimizer_step
@@ -48,13 +49,18 @@ class RowOptimizer(StatefulOptimizer):
     def __init__(self, params: ParamsT | nn.Module, defaults: dict[str, Any]) -> None:
         check_learning_rate(defaults["lr"], zero_allowed=self._zero_allowed)
         self._check_group(defaults, "")
+        make_absolute(defaults)
         self._is_complete, self._options = False, _options_of(defaults)
         self._begin()
         # With their names, so that errors can say which table they are about.
-        super().__init__(params.named_parameters() if isinstance(params, nn.Module) else params, defaults)
-        check_layouts(self.param_groups, type(self).__name__)
-        self._is_complete = True
-        self._look_for_shards()
+        try:
+            super().__init__(params.named_parameters() if isinstance(params, nn.Module) else params, defaults)
+            check_layouts(self.param_groups, type(self).__name__)
+            self._is_complete = True
+            self._look_for_shards()
+        except BaseException:
+            self._files.release()  # a traceback may keep this object
+            raise
 
     def _begin(self) -> None:
         super()._begin()
@@ -79,6 +85,7 @@ class RowOptimizer(StatefulOptimizer):
             if self._is_complete:  # the constructor looks at all groups together, to name every parameter it refuses
                 check_layouts(self.param_groups, type(self).__name__)
             if self.param_groups[-1].get("state_dir") is not None:
+                make_absolute(self.param_groups[-1])
                 self._files.take_up(self, self.param_groups[-1], len(self.param_groups) - 1)
         except Exception:
             self.param_groups.pop()
@@ -168,6 +175,8 @@ class RowOptimizer(StatefulOptimizer):
         for launch in launches.values():
             launch.reserve(threads)
         self._count(jobs)
+        if self._files.of:
+            self._files.write_counts(self.state, [job.param for job in jobs])
         skipped = 0
         for launch in launches.values():
             skipped += launch.step()
@@ -175,6 +184,8 @@ class RowOptimizer(StatefulOptimizer):
             self._after_launches(jobs, skipped)
         if dense:
             self._step_dense(dense)
+            if self._files.of:
+                self._files.write_counts(self.state, [param for param, _ in dense])
         return again
 
     def _job_of(self, param: Tensor, rule: Rule) -> Job:
@@ -267,14 +278,11 @@ class RowOptimizer(StatefulOptimizer):
     def _make_state(self, jobs: Sequence[Job]) -> None:
         """Make the state that these jobs lack, all of it or, if memory runs out, none; and prepare their tables."""
         self._forget_unlisted()
-        made = [
-            job.spec.made_of(self.state.get(job.param, _NO_STATE), job.param, self._files.maker(self, job.param))
-            for job in jobs
-        ]
+        with self._files.all_or_none():
+            made = [self._files.make(job.param, self.state.get(job.param, _NO_STATE), job.spec) for job in jobs]
         for job, (slots, lost) in zip(jobs, made, strict=True):
             state, spec = self.state[job.param], job.spec
             spec.install(state, slots)
-            self._files.count(self, job.param)
             job.table = self._table_of(job.param, state, spec)
             if lost:
                 warn(

@@ -1,88 +1,245 @@
 """The state of parameters in files: for each of its slots a safetensors file of ``rowstep.storage``, and for its steps.
 
-The next optimizer over the same folder takes them up. Numbers are where a step writes them, so nothing is copied; the
-count of steps is written when files are synced.
+The next optimizer over the same folder takes them up. Numbers are where a step writes them, so nothing is copied, and
+each step writes its count as well. The count is -1 from when a first step begins to make the files until it is counted:
+what it leaves if it does not get that far has no history, and is deleted.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import gc
 import os
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import _fork
 from ._memory import before_sync
+from ._options import parameter_name
 from ._state import SLOTS, State, StateSpec, misfit, steps_taken
+
+
+class _Files:
+    """Those of one parameter."""
+
+    def __init__(self, param: Tensor, stem: str, name: str) -> None:
+        self.param, self.stem, self.name = param, stem, name
+        self.count: Any = None
+        """The steps, as an array of one number in the file; None if there are no files."""
+
+    def path(self, slot: str) -> str:
+        return f"{self.stem}.{slot}.safetensors"
+
+    def slots(self) -> list[str]:
+        return [name for name in SLOTS if os.path.exists(self.path(name))]
+
+    def read(self) -> State:
+        """The state that is in the files; empty if there are none."""
+        from . import storage  # which needs Linux
+
+        there = self.slots()
+        if not os.path.exists(self.path("step")):
+            if there:
+                missing = f"{self.path('step')} is missing; expected it beside {self.path(there[0])}"
+                raise ValueError(f"{missing}. Delete what is left")
+            return {}
+        try:
+            count = storage.open(self.path("step"), "step", writable=True)
+        except storage.FileFormatError:
+            if there:
+                raise
+            count = torch.tensor(-1)  # it is made first of all, and was not
+        if int(count) < 0:
+            self.delete()
+            return {}
+        self.count = count.numpy()
+        state: State = {name: storage.open(self.path(name), name, writable=True) for name in there}
+        if not self.param.dim():
+            state = {name: slot[0] for name, slot in state.items()}
+        return {**state, "step": int(count)}
+
+    def begin(self) -> None:
+        """Make the first file, which says that not all of them are there."""
+        from . import storage
+
+        if self.count is not None and self.count[0] <= 0:
+            self.delete()  # without history: of a step that was interrupted, or under other options
+        elif there := self.slots():
+            found = f"{self.path(there[0])} was not there when the optimizer was made"
+            raise FileExistsError(f"{found}; expected no file of this name. Delete it, or use another state_dir")
+        os.makedirs(os.path.dirname(self.path("step")), exist_ok=True)
+        made = storage.create(self.path("step"), 1, (), torch.int64, lambda count: count.fill_(-1), key="step")
+        self.count = made.numpy()
+
+    def create(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        from . import storage
+
+        rows, *dim = shape or (1,)
+        return storage.create(self.path(name), rows, dim, dtype, key=name).view(tuple(shape))
+
+    def delete(self) -> None:
+        """The count last, which says that the others are not to be used."""
+        if self.count is not None:
+            self.count[0], self.count = -1, None
+        for path in map(self.path, (*SLOTS, "step")):
+            for each in (path, f"{path}.rowstep.json", f"{path}.rowstep.new"):
+                if os.path.lexists(each):  # no, if its name is too long
+                    os.unlink(each)
+
+
+_owners: MutableMapping[str, _Files] = weakref.WeakValueDictionary()
+"""By where they are: the files of all optimizers that are alive."""
 
 
 class StateFiles:
     """The files of one optimizer."""
 
     def __init__(self) -> None:
-        # By the id of a parameter: its state, and the file's count of its steps.
-        self._counts: dict[int, tuple[State, Tensor]] = {}
-        before_sync.add(self)
+        self.of: dict[int, _Files] = {}
+        """By the id of a parameter, which they hold, so that no other can have its id."""
+        self._new: list[_Files] = []
+
+    def release(self) -> None:
+        """Let others have the files, because the optimizer could not be made."""
+        for files in self.of.values():
+            _owners.pop(files.stem, None)
 
     def take_up(self, optimizer: Any, group: Mapping[str, Any], at: int) -> None:
-        """Make what the files of a group have the state of its parameters."""
-        from . import storage  # which needs Linux
-
-        found = []
+        """Make what the files of a group have the state of its parameters, and claim those that it will make."""
+        claimed: dict[int, _Files] = {}
         specs = [StateSpec.under(group), StateSpec.under(group, in_a_table=False)]
-        for index, param in enumerate(group["params"]):
-            path = _path(group, at, index)
-            there = [name for name in (*SLOTS, "step") if os.path.exists(path(name))]
-            if not there:
-                continue
-            if "step" not in there:
-                raise ValueError(f"{path('step')} is missing; expected it beside {path(there[0])}. Delete what is left")
-            state: State = {name: storage.open(path(name), name, writable=True) for name in there}
-            if not param.dim():
-                state = {name: slot[0] for name, slot in state.items()}
-            count, state["step"] = state["step"], int(state["step"])
-            if reason := misfit(state, param):
-                raise ValueError(f"{path('step')} and the files beside it are not this parameter's: {reason}")
-            if not any(spec.is_met_by(state) for spec in specs):
-                kept = ", ".join(f"{name} of {state[name].dtype}" for name in there if name != "step")
-                raise ValueError(f"{path('step')} lies beside {kept}; expected what the options of the group ask for")
-            found.append((param, state, count))
-        for param, state, count in found:  # now that all of them fit
-            optimizer.state[param] = state
-            self._counts[id(param)] = state, count
+        states = []
+        try:
+            for index, param in enumerate(group["params"]):
+                if id(param) in self.of or id(param) in claimed:
+                    continue  # it is listed twice
+                files = _Files(param, _stem(group, at, index), parameter_name(group, at, index))
+                self._refuse_owned(files, claimed)
+                claimed[id(param)] = _owners[files.stem] = files
+            for files in claimed.values():
+                states.append(state := files.read())
+                if state:
+                    _check(state, files, specs)
+        except BaseException:
+            for files in claimed.values():
+                del _owners[files.stem]
+            raise
+        self.of.update(claimed)  # now that all of them fit
+        for files, state in zip(claimed.values(), states, strict=True):
+            if state:
+                optimizer.state[files.param] = state
 
-    def maker(self, optimizer: Any, param: Tensor) -> Callable[..., Tensor] | None:
-        """What makes new slots of a parameter in files; None if those belong into memory."""
-        for at, group in enumerate(optimizer.param_groups):
-            for index, other in enumerate(group["params"]):
-                if other is param and group.get("state_dir") is not None:
-                    return functools.partial(_create, _path(group, at, index))
-        return None
+    def _refuse_owned(self, files: _Files, claimed: Mapping[int, _Files]) -> None:
+        if (owner := _owners.get(files.stem)) is None:
+            return
+        is_ours = any(owner is other for other in (*self.of.values(), *claimed.values()))
+        name = owner.name
+        if not is_ours:
+            del owner
+            gc.collect()  # an optimizer that nobody uses any more may still be there
+            if files.stem not in _owners:
+                return
+        whose = "of the same optimizer" if is_ours else "of another optimizer that is still there"
+        raise ValueError(
+            f"the state of {files.name} would be in {files.path('*')}, which is for {name} {whose}; expected files of "
+            "its own. Use another state_dir or another name for one of them, or delete the other optimizer first"
+        )
 
-    def count(self, optimizer: Any, param: Tensor) -> None:
-        """Count the steps of a parameter in a file, from the next sync on, if its state is in files."""
-        make = None if id(param) in self._counts else self.maker(optimizer, param)
-        if make is not None:
-            self._counts[id(param)] = optimizer.state[param], make("step", (1,), torch.int64)
+    def make(self, param: Tensor, state: State, spec: StateSpec) -> tuple[State, list[str]]:
+        """``spec.made_of``, in new files if the state of this parameter is to be in files."""
+        files = self.of.get(id(param))
+        if files is None or spec.is_met_by(state):
+            return spec.made_of(state, param)
+        if steps := steps_taken(state):
+            raise ValueError(
+                f"{files.name}: its files have {_described(state)}, of {steps} steps; expected {', '.join(spec.names)} "
+                f"for second_moment={spec.second!r} and state_dtype={spec.dtype}. Files are not converted: use the "
+                "options that they were made with, or load the state_dict() of such an optimizer into one without "
+                "state_dir"
+            )
+        files.begin()
+        self._new.append(files)
+        return spec.made_of({}, param, files.create)
 
-    def __call__(self) -> None:
-        """Write the counts."""
-        for state, count in self._counts.values():
-            if int(count) != steps_taken(state):  # what is written counts as changed until it is synced
-                count.fill_(steps_taken(state))
+    @contextlib.contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Delete the files that are made in here if this does not get to its end."""
+        self._new = []
+        try:
+            yield
+        except BaseException:
+            for files in self._new:
+                files.delete()
+            raise
+
+    def write_counts(self, states: Mapping[Tensor, State], params: Iterable[Tensor] | None = None) -> None:
+        """Write how many steps these parameters have taken, or all of them."""
+        for files in self.of.values() if params is None else map(self.of.get, map(id, params)):
+            if files is not None and files.count is not None and (state := states.get(files.param)):
+                steps = steps_taken(state)
+                if files.count[0] != steps:  # what is written counts as changed until it is synced
+                    files.count[0] = steps
 
 
-def _path(group: Mapping[str, Any], at: int, index: int) -> Callable[[str], str]:
-    names, place = group.get("param_names"), f"{at}.{index}"
-    name = names[index].replace(os.sep, "_") if names else place
-    return lambda slot: os.path.join(group["state_dir"], f"{name}.{slot}.safetensors")
+def make_absolute(options: dict[str, Any]) -> None:
+    """Let a folder stay the same when the program changes its own."""
+    if options.get("state_dir") is not None:
+        options["state_dir"] = os.path.abspath(options["state_dir"])
 
 
-def _create(path: Callable[[str], str], name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    from . import storage
+def _stem(group: Mapping[str, Any], at: int, index: int) -> str:
+    """The path of a parameter's files without their endings: another one for every name."""
+    names = group.get("param_names")
+    name = names[index].replace("%", "%25").replace(os.sep, "%2F") if names else f"{at}.{index}"
+    return os.path.join(os.path.realpath(group["state_dir"]), name)
 
-    os.makedirs(os.path.dirname(path(name)), exist_ok=True)
-    rows, *dim = shape or (1,)
-    return storage.create(path(name), rows, dim, dtype, key=name).view(tuple(shape))
+
+def _check(state: State, files: _Files, specs: Sequence[StateSpec]) -> None:
+    """Raise unless this state fits the parameter and what the options of its group ask for."""
+    if reason := misfit(state, files.param):
+        raise ValueError(f"{files.path('step')} and the files beside it are not this parameter's: {reason}")
+    if not any(spec.is_met_by(state) for spec in specs):
+        raise ValueError(
+            f"{files.path('step')} lies beside {_described(state)}; expected what the options of the group ask for"
+        )
+
+
+def _described(state: State) -> str:
+    return ", ".join(f"{name} of {state[name].dtype}" for name in SLOTS if name in state)
+
+
+# Before files are synced, and when the process ends
+
+
+def _write_all(seconds: float) -> None:
+    """Let every optimizer write what belongs into files, and then raise what kept the first one from it."""
+    errors: list[Exception] = []
+    for optimizer in list(_fork.optimizers):
+        if optimizer._process != os.getpid():
+            continue  # what it has not written yet is left to the process that this one was forked from
+        if not optimizer._bare_lock.acquire(timeout=seconds):
+            name = type(optimizer).__name__
+            flaw = (
+                f"another thread has been in a step of {name} for {seconds} s; expected its end. Files may lack moves"
+            )
+            errors.append(TimeoutError(flaw))
+            continue
+        try:
+            with optimizer._lock:  # which waits for tables at work
+                optimizer._write_to_files()
+        except Exception as error:
+            errors.append(error)
+        finally:
+            optimizer._bare_lock.release()
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        errors.clear()  # or a traceback would keep itself, and what is open, alive
+
+
+before_sync.append(_write_all)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -37,6 +38,7 @@ class StatefulOptimizer(Optimizer):
         self._lock: Any = threading.RLock()
         self._bare_lock = self._lock
         """The same, or what it is when a table is at work on which one need not wait."""
+        self._process = os.getpid()
         _fork.optimizers.add(self)
         self._self: weakref.ref[Any] = weakref.ref(self)
         self._files = StateFiles()
@@ -180,8 +182,9 @@ class StatefulOptimizer(Optimizer):
                         # A Tensor whatever the gradients will be: torch's checkpoints read either kind into a Tensor,
                         # but only an int into an int.
                         state.setdefault("step", torch.zeros((), dtype=torch.float32))
-                        spec.install(state, spec.made_of(state, param, self._files.maker(self, param))[0])
-                        self._files.count(self, param)
+                        with self._files.all_or_none():
+                            made, _ = self._files.make(param, state, spec)
+                        spec.install(state, made)
 
     def _look_for_shards(self) -> None:
         """Note the ranks that share tables with this one, and make the state that checkpoints load into."""
@@ -265,6 +268,10 @@ class StatefulOptimizer(Optimizer):
             finally:
                 last.remove()
                 first.remove()
+
+    def _write_to_files(self) -> None:
+        """Write what belongs into files and is not there yet: before they are synced, and when the process ends."""
+        self._files.write_counts(self.state)
 
     def _with_own(self, index: int, loaded: Mapping[str, Any]) -> dict[str, Any]:
         """A loaded group with the options that stay this optimizer's own."""

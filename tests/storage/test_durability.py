@@ -6,6 +6,8 @@ import errno
 import gc
 import json
 import os
+import re
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -136,11 +138,11 @@ table = storage.create(sys.argv[1], 5, 5)
 if os.fork() == 0:
     sys.exit()
 os.wait()
-assert "null" not in open(f"{sys.argv[1]}.rowstep.json").read()
+assert '"open_in": null' not in open(f"{sys.argv[1]}.rowstep.json").read()
         """,
         path,
     )
-    assert "null" in Path(f"{path}.rowstep.json").read_text()
+    assert '"open_in": null' in Path(f"{path}.rowstep.json").read_text()
 
 
 def test_a_file_system_that_notices_nothing_has_no_clean_files() -> None:
@@ -200,6 +202,20 @@ def test_a_sync_that_was_interrupted_can_be_repeated(path: Path, monkeypatch: py
     assert not storage.status(path).clean
     storage.sync(table)
     assert storage.status(path).clean
+
+
+def test_a_folder_that_is_gone_does_not_keep_others_from_being_synced(tmp_path: Path) -> None:
+    paths = [tmp_path / name / "a" for name in ("first", "second", "third")]
+    tables = []
+    for path in paths:
+        path.parent.mkdir()
+        tables.append(storage.create(path, 3, 2))
+        tables[-1][0] = 1
+    shutil.rmtree(paths[1].parent)
+    with pytest.raises(FileNotFoundError, match=re.escape(str(paths[1]))):
+        storage.sync()
+    assert storage.status(paths[0]).clean
+    assert storage.status(paths[2]).clean
 
 
 def test_only_tensors_in_files_are_synced() -> None:

@@ -93,7 +93,7 @@ def last_step(path: Path) -> float:
         return torch.max(storage.open(path, "weight")).item()
 
 
-# A step is made by two threads, and its count is written by the sync. The first sync comes after step 1.
+# A step is made by two threads. The first sync comes after step 1.
 TRAIN_AHEAD = """
 import os, time
 from pathlib import Path

@@ -55,9 +55,10 @@ def test_the_next_optimizer_goes_on(kind: str, tmp_path: Path) -> None:
     ours.train(0, 10)
     storage.sync()
     assert_same(plain, ours)
-    next_run = Run(**KINDS[kind], state_dir=str(tmp_path / "state"))
-    next_run.model.load_state_dict(ours.model.state_dict())
+    weights = ours.model.state_dict()
     del ours
+    next_run = Run(**KINDS[kind], state_dir=str(tmp_path / "state"))
+    next_run.model.load_state_dict(weights)
     assert_same(plain, next_run)
     plain.train(10, 20)
     next_run.train(10, 20)
@@ -90,6 +91,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path) -> None:
     saved = run.optimizer.state_dict()
     with pytest.raises(ValueError, match=r"is in the files of .*; expected no state dict"):
         run.optimizer.load_state_dict(saved)
+    del run
     with pytest.raises(ValueError, match=r"lies beside exp_avg of torch\.float32, .*; expected what the options"):
         Run(state_dir=tmp_path, amsgrad=True)
     with pytest.raises(ValueError, match=r"are not this parameter's: .* expected shape \(30, 4\)"):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .._backends import kernels_for, reference
+from .._memory import file_of
 from .._rule import Rule
 from .._rules.rounding import step_key
 from .._schedule import Path, Schedule
@@ -80,6 +81,8 @@ class Deferral:
         self._attach_to(table)
 
     def _attach_to(self, table: Table) -> None:
+        if (file := without_torch_function(file_of, table.param)) is not None:
+            file.note_deferral(self)
         self.table, self.columns = table, table.columns
         self._waiting = [table.param, *(table.slots[name] for name in MOMENTS if name in table.slots)]
         self.kernel: Any = None
@@ -110,6 +113,10 @@ class Deferral:
     def stale(self, rows: Tensor) -> int:
         """How many of these row numbers name a row that is not up to date."""
         return int((self.notes.view(-1)[rows] < self.schedule.step).sum())
+
+    @property
+    def has_waiting_rows(self) -> bool:
+        return isinstance(self.table.param, Waiting)
 
     @property
     def awaits_step(self) -> bool:

@@ -13,6 +13,7 @@ from torch.optim.optimizer import ParamsT, StateDict
 from .. import _backends
 from .._commit import is_averaged
 from .._gradient import RowGradient, all_rows, nonzero_rows, rows_of_first_dimension
+from .._memory import is_in_file
 from .._optimizer import RowOptimizer
 from .._options import check_learning_rate, refuse_shared_weights
 from .._rule import Rule
@@ -381,6 +382,9 @@ class DeferredAdam(RowOptimizer):
         with self._lock:
             self._settle(self._all_pending())
             return super().state_dict()
+
+    def _write_to_files(self) -> None:
+        self._settle([each for each in self._all_pending() if without_torch_function(is_in_file, each.table.param)])
 
     def _loaded(self, given: StateDict) -> None:
         for pending in self._all_pending():

@@ -6,6 +6,8 @@ passes over a whole file, except ``create`` with an ``init``, and ``snapshot`` w
 Promised, on Linux with ext4, XFS or btrfs:
 
 - What was written survives the process, also SIGKILL. It survives a power loss once ``sync`` has returned.
+- ``sync``, ``snapshot`` and a process that ends, also by an exception, write the moves that rows wait for under a
+  deferred optimizer. After SIGKILL, ``open`` and ``status`` say that these may be missing.
 - ``open`` warns if a file was written after its last sync. It may then hold half a step, and the state at the sync is
   gone; ``snapshot`` keeps one. A snapshot is whole and durable, or its folder is not there.
 - One process writes a file, and a second one is refused. Readers are not, and may see half a step.
@@ -133,12 +135,20 @@ def sync(*tensors: Tensor) -> int:
     Returns:
         What ``status`` shows as ``synced_at``.
     """
-    for function in list(before_sync):
-        function()
-    now = time.time_ns()
+    for function in before_sync:
+        function(-1)
+    now, errors = time.time_ns(), []
     for file in _mapping.files_of(tensors):
-        with _mapping.explained(file.path):
-            file.sync(now)
+        try:
+            with _mapping.explained(file.path):
+                file.sync(now)
+        except OSError as error:  # of its own: the others are synced
+            errors.append(error)
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        errors.clear()  # or a traceback would keep itself, and what is open, alive
     return now
 
 

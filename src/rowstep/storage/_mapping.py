@@ -6,23 +6,27 @@ with its lock. All of them end with the last tensor on the file, or with the pro
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import fcntl
+import functools
 import math
 import mmap
 import os
 import resource
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import util
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .._memory import before_sync
 from .._warnings import warn
 from . import _header, _record
 from ._header import FileFormatError, Span
@@ -35,6 +39,7 @@ _ADVICE = {
     errno.ENOSPC: "free disk space, or choose another disk",
 }
 _READERS = 32  # threads that wait for the disk
+_PATIENCE_SECONDS = 10.0  # a process that ends waits so long for a thread of its own
 _SAMPLED = 64  # of so many rows, one tells whether they are in memory
 _MAP_NORESERVE = 0x4000  # without it, a private mapping larger than memory is refused. Python 3.13 has a name for it
 
@@ -44,6 +49,8 @@ class MappedFile(mmap.mmap):
 
     path: str
     file: int  # open, and locked
+    opened_at: int
+    deferrals: weakref.WeakSet[Any]  # of tables in here, rows of which may wait for steps
     has_failed = False
 
     def sync(self, now: int) -> None:
@@ -58,7 +65,16 @@ class MappedFile(mmap.mmap):
         except OSError:
             self.has_failed = True  # the kernel reports a page that it could not write once, and then calls it clean
             raise
-        _record.write(self.path, Record(now, modified, _record.identity(os.fstat(self.file))))
+        deferred_since = self.opened_at if self.deferrals else None  # the next step lets rows wait again
+        _record.write(self.path, Record(now, modified, _record.identity(os.fstat(self.file)), deferred_since))
+
+    def note_deferral(self, deferral: Any) -> None:
+        """Note, for who finds the file after a kill, that rows may wait from now on."""
+        self.deferrals.add(deferral)
+        with explained(self.path):
+            record = _record.read(self.path)
+            if record is not None and record.deferred_since is None:
+                _record.write(self.path, record._replace(deferred_since=self.opened_at))
 
     def has(self, tensor: Tensor) -> bool:
         start = torch.frombuffer(self, dtype=torch.uint8).data_ptr()
@@ -181,15 +197,48 @@ def read_rows(tensor: Tensor, rows: Tensor) -> None:
 def _map(file: int, path: str) -> MappedFile:
     memory = MappedFile(file, 0)
     memory.path, memory.file = path, os.dup(file)
-    weakref.finalize(memory, _end, memory.file, path, os.getpid())
+    memory.opened_at, memory.deferrals = time.time_ns(), weakref.WeakSet()
+    weakref.finalize(memory, _end, memory.file, path, os.getpid(), memory.opened_at, memory.deferrals)
     _mapped[_record.identity(os.fstat(file))] = memory
+    _await_end(os.getpid())
     return memory
 
 
-def _end(file: int, path: str, owner: int) -> None:
-    """Note an orderly end if nothing was stored after the last sync. A forked process leaves that to its parent."""
-    with contextlib.suppress(OSError, FileFormatError):
-        record = _record.read(path)
-        if record is not None and os.getpid() == owner and _record.judge(record, os.fstat(file)).clean:
-            _record.write(path, record._replace(open_in=None))
+def _end(file: int, path: str, owner: int, opened_at: int, deferrals: Iterable[Any]) -> None:
+    if os.getpid() == owner:  # a forked process leaves that to its parent
+        _note_end(file, path, opened_at, deferrals)
     os.close(file)
+
+
+def _note_end(file: int, path: str, opened_at: int, deferrals: Iterable[Any]) -> None:
+    """Note an orderly end: that nothing was stored after the last sync, and that no rows of ours are left waiting."""
+    with contextlib.suppress(OSError, FileFormatError):
+        record = ended = _record.read(path)
+        if record is None or ended is None:
+            return
+        if _record.judge(record, os.fstat(file)).clean:
+            ended = ended._replace(open_in=None)
+        if record.deferred_since == opened_at and not any(deferral.has_waiting_rows for deferral in deferrals):
+            ended = ended._replace(deferred_since=None)
+        if ended != record:
+            _record.write(path, ended)
+
+
+@functools.cache
+def _await_end(process: int) -> None:
+    # After the first ``weakref.finalize``, so that this is called before files are closed.
+    atexit.register(_write_all)
+    util.Finalize(None, _write_all, exitpriority=0)  # children of multiprocessing end without atexit's functions
+
+
+def _write_all() -> None:
+    """When the process ends: have everything written that belongs into its files."""
+    with contextlib.ExitStack() as stack:  # each of these is called, whatever the others raise
+        for file in list(_mapped.values()):
+            stack.callback(_note_end, file.file, file.path, file.opened_at, file.deferrals)
+        for function in before_sync if _mapped else ():
+            stack.callback(function, _PATIENCE_SECONDS)
+
+
+# A forked process writes no files of its parent, and nothing into them that waits there.
+os.register_at_fork(after_in_child=_mapped.clear)

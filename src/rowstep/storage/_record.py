@@ -33,6 +33,8 @@ class Record(NamedTuple):
     synced_at: int | None  # in nanoseconds since 1970; None while ``create`` fills the file, 0 if others made it
     modified_ns: int | None  # time of modification at that sync; None if the file system does not keep it up to date
     open_in: str | None  # ``identity`` while a process has it open for writing, and after one that ended out of order
+    # When the process opened it (in nanoseconds) under whose deferred optimizer rows may wait; None if none can.
+    deferred_since: int | None = None
 
 
 class Status(NamedTuple):
@@ -57,6 +59,8 @@ def judge(record: Record | None, file: os.stat_result) -> Status:
         reason = "it was written after its last sync, so the last step may be there in part"
     else:
         return Status(True, record.synced_at, "it is as its last sync left it")
+    if record.deferred_since is not None:
+        reason += ", and rows may lack moves that a deferred optimizer had put off"
     return Status(False, record.synced_at, reason)
 
 
