@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from triton.backends.amd.compiler import HIPBackend
 from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -188,6 +189,18 @@ def check(kernel: Any, is_cuda: bool) -> None:
     assert "atomic" not in asm["ttir"]
 
 
+def launch(kernel: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
+    """In the place of a launch: look whether the arguments are where the kernel expects them."""
+
+    def launched(*args: Any) -> None:
+        assert len(grid) == 3
+        assert len(args) == len(kernel.src.fn.arg_names)
+        for (index,), value in kernel.src.constants.items():
+            assert args[index] == value, (kernel.name, index, args[index], value)
+
+    return launched
+
+
 def main(name: str, which: str = "pairs") -> None:
     kind, architecture = name.split(":")
     is_cuda = kind == "cuda"
@@ -200,6 +213,8 @@ def main(name: str, which: str = "pairs") -> None:
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        assert warmup, "everything is compiled before anything is launched"
+        assert kwargs["enable_fp_fusion"], "or Triton 3.9 warns, and the next ones do not fuse"
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         if "sums" in self.arg_names:  # a norm of 0: the step gets the gradient as it was, and not a scaled copy
             args[self.arg_names.index("sums")].zero_()
@@ -211,7 +226,7 @@ def main(name: str, which: str = "pairs") -> None:
             print(json.dumps(about | resources(kernel)))
         return kernel
 
-    JITFunction.run = compile_only
+    JITFunction.run, CompiledKernel.__getitem__ = compile_only, launch
     # Tables of more than 2 GB: AMD's compiler takes 32 bits for offsets where it may.
     HIPBackend.is_within_2gb = lambda _: not case["is_large"]
     for case in itertools.chain(every_pair(), every_combination() if which == "all" else ()):
