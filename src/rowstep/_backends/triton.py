@@ -1,7 +1,7 @@
 """The GPU kernels, compiled by Triton at first use: the host's side of them.
 
 Nothing here waits for the device. What a step would have to wait for, an id outside of its table or a row that was not
-up to date, is written by the kernels into pinned memory of the host, and raised by the next step (``Report``).
+up to date, is written by the kernels into pinned memory of the host, and raised by the next step (``reports``).
 
 Under Triton's interpreter (``TRITON_INTERPRET=1``) the same kernels run on the CPU, one program after another.
 """
@@ -12,7 +12,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, MutableMapping
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,8 +28,9 @@ from .._torch_internals import note_writes
 from .._triton import catch_up as catching_up
 from .._triton import rows as over_rows
 from .reference import has_nonfinite
+from .reports import Report
 
-__all__ = ["has_nonfinite", "window_after"]
+__all__ = ["Report", "has_nonfinite", "window_after"]
 
 # NVIDIA's and AMD's devices are both "cuda" to torch.
 _DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
@@ -37,7 +38,7 @@ _DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 _NUMBERS = {torch.float32: tl.float32, torch.float64: tl.float64}
 _MOST_PROGRAMS = 1 << 23  # of a launch: AMD's devices count threads in 32 bits, and a program has up to 256
 
-reports_late = True  # see ``Report``
+reports_late = True
 
 
 def runs_on(device: torch.device) -> bool:
@@ -45,59 +46,6 @@ def runs_on(device: torch.device) -> bool:
     if device.type == _DEVICE == "cuda" and torch.version.hip is None:
         return torch.cuda.get_device_capability(device) >= (7, 0)  # the oldest that Triton compiles for
     return device.type == _DEVICE
-
-
-class Report:
-    """What kernels find wrong with the gradients of one table. The host reads it without waiting for the device."""
-
-    _retired: ClassVar[dict[torch.device, list[Tensor]]] = {}
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._is_pinned = device, device.type != "cpu"
-        # The latter two by program: arrays that grow with the number of ids in a step.
-        self._outside, self._skipped, self._stale = list[Tensor](), list[Tensor](), list[Tensor]()
-
-    def __del__(self) -> None:
-        """Keep what kernels may still write to until somebody waits: torch knows of no stream that uses it."""
-        if self._is_pinned:
-            self._retired.setdefault(self._device, []).extend((*self._outside, *self._stale))
-
-    @property
-    def outside(self) -> Tensor:
-        """Where an id that is not in the table goes: itself if it is negative, else one more; 0 if there is none."""
-        return _places(self._outside, 1, dtype=torch.int64, device="cpu", pin_memory=self._is_pinned)
-
-    def skipped(self, count: int) -> Tensor:
-        """Where each of so many programs counts the rows that it skips."""
-        return _places(self._skipped, count, dtype=torch.int64, device=self._device)
-
-    def stale(self, count: int) -> Tensor:
-        """Where each of so many programs notes that its row was not up to date."""
-        return _places(self._stale, count, dtype=torch.int8, device="cpu", pin_memory=self._is_pinned)
-
-    @property
-    def skipped_rows(self) -> int:
-        """How many rows were skipped so far."""
-        return sum(int(places.sum()) for places in self._skipped)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing has been found wrong as yet."""
-        return not any(places.numpy().any() for places in (*self._outside, *self._stale))
-
-    def taken(self) -> tuple[int | None, int]:
-        """An id outside of the table, if there was one, and how many rows were stale; the report is empty then."""
-        found, stale = (sum(int(places.numpy().sum()) for places in some) for some in (self._outside, self._stale))
-        for places in (*self._outside, *self._stale):
-            places.numpy().fill(0)
-        return (found - (found > 0) if found else None), stale
-
-    def wait(self) -> None:
-        """Wait for the steps that have been launched."""
-        if self._is_pinned:
-            retired = self._retired.pop(self._device, None)  # before: what retires meanwhile may not be done
-            torch.cuda.synchronize(self._device)
-            del retired
 
 
 def _refuse_capture(reason: str) -> None:
@@ -113,12 +61,6 @@ def _compiled(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) ->
         return functools.partial(kernel[grid], *args, **options)
     constants = [options[name] for name in kernel.arg_names[len(args) :]]
     return functools.partial(compiled[grid + (1,) * (3 - len(grid))], *args, *constants)
-
-
-def _places(arrays: list[Tensor], count: int, **options: Any) -> Tensor:
-    if not arrays or len(arrays[-1]) < count:
-        arrays.append(torch.zeros(triton.next_power_of_2(count), **options))
-    return arrays[-1]
 
 
 def words_of(gradient: RowGradient, note: int = 0) -> bytes | None:
