@@ -34,9 +34,13 @@ from triton.runtime.jit import JITFunction
 
 from rowstep import DeferredAdamW, SparseAdam, clip_grad_norm_
 from rowstep._backends import triton as backend
+from rowstep._triton import rows as over_rows
 from tests.helpers.gradients import set_grad, sparse
 
 Case = dict[str, Any]
+
+# What loads the two numbers of a thread, by the size of a number: of a row of 64 in 32 threads.
+WIDE_LOADS = {2: "ld.global.b32", 4: "ld.global.v2.b32", 8: "ld.global.v2.b64"}
 
 FLOATS = [torch.bfloat16, torch.float32, torch.float64]
 
@@ -184,7 +188,10 @@ def check(kernel: Any, is_cuda: bool) -> None:
     signature, asm = kernel.src.signature, kernel.asm
     assert asm["cubin" if is_cuda else "hsaco"]
     assert "fp32" not in signature.values(), signature  # scalars are of float64, whatever is computed with
-    assert {name for name, kind in signature.items() if kind == "i32"} <= {"width"}, signature  # or offsets overflow
+    assert {name for name, kind in signature.items() if kind == "i32"} <= {
+        "width",
+        "column_stride",
+    }  # or offsets overflow
     assert unordered(asm["ttir"]) <= {"%skipped"}, unordered(asm["ttir"])  # whose sum goes nowhere else
     assert "atomic" not in asm["ttir"]
 
@@ -221,6 +228,9 @@ def main(name: str, which: str = "pairs") -> None:
         if id(kernel) not in compiled:
             assert case is not again, (self.fn.__name__, case)  # another step asks for other kernels
             check(kernel, is_cuda)
+            if is_cuda and self.fn is over_rows.sum_chunks.fn and case["columns"] == 64 and not case["is_expanded"]:
+                size = case["grad_dtype"].itemsize
+                assert kernel.asm["ptx"].count(WIDE_LOADS[size]) == 8, "reads several numbers at once, and eight rows"
             compiled[id(kernel)] = kernel
             about = {"kernel": self.fn.__name__, "case": {name: str(value) for name, value in case.items()}}
             print(json.dumps(about | resources(kernel)))
