@@ -71,6 +71,12 @@ def _is_mostly_penalty(param: Tensor) -> bool:
     return middle != 0 and int(((ratios - middle).abs() <= tolerance).sum()) > 0.9 * len(ratios)
 
 
+def refuse_capture(param: Tensor) -> None:
+    """Raise if a CUDA graph is captured. Of the step it would replay the same one for ever."""
+    if param.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a CUDA graph is captured, which cannot count steps; expected a step outside of it")
+
+
 def update_all(items: Iterable[_Operands], group: Mapping[str, Any]) -> None:
     """One torch.optim.Adam step for these (parameter, gradient, state with moments) under the options of one group."""
     alike: dict[Any, list[_Operands]] = {}

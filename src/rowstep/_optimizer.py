@@ -163,6 +163,8 @@ class RowOptimizer(StatefulOptimizer):
             if flawed is not None:
                 late = None if flawed.table.report is None else self._late_flaw(flawed.table)
                 raise self._named(late or self._flaw_of(flawed), flawed.param)
+        if dense:
+            _dense.refuse_capture(dense[0][0])
         # Everything has been checked. What is new is made, all is counted, and then the rows move.
         if new:
             self._make_state(new)
@@ -257,7 +259,8 @@ class RowOptimizer(StatefulOptimizer):
         kernels = _backends.kernels_for(param)
         self._tables[id(param)] = table = Table(param, state, spec, kernels)
         if kernels is not None and kernels.reports_late:  # even if they cannot take it as it lies now
-            table.report = self._reports.setdefault(id(param), kernels.Report(param.device))
+            table.report = self._reports.setdefault(id(param), kernels.Report())
+            table.report.move_to(param.device)
         elif table.kernels is not None:
             table.ahead, table.keeper = _ahead.of(param), self._self
             if table.ahead is not None:

@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,19 @@ from torch import Tensor
 from torch.nn import Parameter
 from triton.backends.amd.compiler import HIPBackend
 from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from rowstep import DeferredAdamW, SparseAdam, clip_grad_norm_
 from rowstep._backends import triton as backend
+from rowstep._triton import rows as over_rows
 from tests.helpers.gradients import set_grad, sparse
 
 Case = dict[str, Any]
+
+# What loads the two numbers of a thread, by the size of a number: of a row of 64 in 32 threads.
+WIDE_LOADS = {2: "ld.global.b32", 4: "ld.global.v2.b32", 8: "ld.global.v2.b64"}
 
 FLOATS = [torch.bfloat16, torch.float32, torch.float64]
 
@@ -183,9 +188,24 @@ def check(kernel: Any, is_cuda: bool) -> None:
     signature, asm = kernel.src.signature, kernel.asm
     assert asm["cubin" if is_cuda else "hsaco"]
     assert "fp32" not in signature.values(), signature  # scalars are of float64, whatever is computed with
-    assert {name for name, kind in signature.items() if kind == "i32"} <= {"width"}, signature  # or offsets overflow
+    assert {name for name, kind in signature.items() if kind == "i32"} <= {
+        "width",
+        "column_stride",
+    }  # or offsets overflow
     assert unordered(asm["ttir"]) <= {"%skipped"}, unordered(asm["ttir"])  # whose sum goes nowhere else
     assert "atomic" not in asm["ttir"]
+
+
+def launch(kernel: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
+    """In the place of a launch: look whether the arguments are where the kernel expects them."""
+
+    def launched(*args: Any) -> None:
+        assert len(grid) == 3
+        assert len(args) == len(kernel.src.fn.arg_names)
+        for (index,), value in kernel.src.constants.items():
+            assert args[index] == value, (kernel.name, index, args[index], value)
+
+    return launched
 
 
 def main(name: str, which: str = "pairs") -> None:
@@ -200,18 +220,23 @@ def main(name: str, which: str = "pairs") -> None:
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        assert warmup, "everything is compiled before anything is launched"
+        assert kwargs["enable_fp_fusion"], "or Triton 3.9 warns, and the next ones do not fuse"
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         if "sums" in self.arg_names:  # a norm of 0: the step gets the gradient as it was, and not a scaled copy
             args[self.arg_names.index("sums")].zero_()
         if id(kernel) not in compiled:
             assert case is not again, (self.fn.__name__, case)  # another step asks for other kernels
             check(kernel, is_cuda)
+            if is_cuda and self.fn is over_rows.sum_chunks.fn and case["columns"] == 64 and not case["is_expanded"]:
+                size = case["grad_dtype"].itemsize
+                assert kernel.asm["ptx"].count(WIDE_LOADS[size]) == 8, "reads several numbers at once, and eight rows"
             compiled[id(kernel)] = kernel
             about = {"kernel": self.fn.__name__, "case": {name: str(value) for name, value in case.items()}}
             print(json.dumps(about | resources(kernel)))
         return kernel
 
-    JITFunction.run = compile_only
+    JITFunction.run, CompiledKernel.__getitem__ = compile_only, launch
     # Tables of more than 2 GB: AMD's compiler takes 32 bits for offsets where it may.
     HIPBackend.is_within_2gb = lambda _: not case["is_large"]
     for case in itertools.chain(every_pair(), every_combination() if which == "all" else ()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from rowstep import SparseAdam
+from rowstep import DeferredAdam, SparseAdam
 from tests.helpers import interpreter as interpreter  # skips, without Triton
 from tests.helpers.gradients import Snapshot, rows_of, sparse, step_with, table
+
+from rowstep._backends import triton as backend  # isort: skip
+from rowstep._backends.reports import Report  # isort: skip
 
 
 def naming(param: Tensor, *ids: int) -> Tensor:
@@ -68,35 +72,88 @@ def test_a_report_outlives_the_prepared_table(tables: Any) -> None:
 
 
 def test_memory_that_kernels_may_write_to_is_freed_when_somebody_has_waited(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rowstep._backends.triton import Report
-
-    device, done = torch.device("cpu"), []
-    reports = [Report(device), Report(device)]
+    devices, done = [torch.device("cuda", 0), torch.device("cuda", 1)], []
+    reports = [Report(), Report()]
+    for report in reports:
+        report.move_to(torch.device("cpu"))  # on which there is no pinned memory
     kept = weakref.ref(reports[0].outside)
     for report in reports:
-        report._is_pinned = True
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: done.append(kept() is not None))
+        for device in devices:
+            report.move_to(device)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append((device.index, kept() is not None)))
     del reports[0], report
     gc.collect()
     assert kept() is not None
     assert not done  # a finalizer does not wait
     reports[0].wait()
-    assert done == [True]
+    assert done == [(1, True), (0, True)]
     assert kept() is None
-    reports[0]._is_pinned = False
 
 
-def test_a_step_in_a_cuda_graph_is_refused_with_nothing_changed(tables: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rowstep._backends import triton as backend
-
+def test_a_table_that_moves_has_its_rows_counted_where_it_is(tables: Any) -> None:
     optimizer, (users, _) = tables
-    step_with(optimizer, users, rows_of(users, [0]))
+    step_with(optimizer, users, naming(users, 9))
+    known = optimizer._tables[id(users)]
+    report, before = known.report, known.report.skipped(3)
+    there = torch.device("meta")
+    state = {name: torch.as_tensor(value).to(there) for name, value in optimizer.state[users].items()}
+    torch.utils.swap_tensors(users, Parameter(users.detach().to(there)))  # type: ignore[no-untyped-call]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "runs_on", lambda device: True)
+        moved = optimizer._table_of(users, state, known.spec)
+    assert moved.report.skipped(3).device == there
+    assert moved.report is report  # what was found where it lay before
+    assert not report.is_empty
+    report.move_to(before.device)
+    assert report.skipped(3) is before
+
+
+@pytest.fixture
+def begin_capture(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """A function that begins to capture a graph."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: backend._DEVICE == "cuda")
+    return lambda: monkeypatch.setattr(backend, "_DEVICE", "cuda")
+
+
+class OnGPU(Parameter):
+    is_cuda = True
+
+
+@pytest.mark.parametrize("is_dense", [False, True])
+def test_a_step_in_a_cuda_graph_is_refused_with_nothing_changed(
+    is_dense: bool, begin_capture: Callable[[], None]
+) -> None:
+    param = OnGPU(torch.randn(5, 2))
+    optimizer = SparseAdam([param], lr=0.1)
+    grad = torch.ones(5, 2) if is_dense else rows_of(param, [0])
+    step_with(optimizer, param, grad)
     before = Snapshot(optimizer)
-    monkeypatch.setattr(backend, "_DEVICE", "cuda")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    begin_capture()
     with pytest.raises(RuntimeError, match="CUDA graph"):
-        step_with(optimizer, users, rows_of(users, [0]))
-    users.grad = None
+        step_with(optimizer, param, grad)
+    param.grad = None
+    before.assert_unchanged()
+
+
+def test_a_read_of_a_deferred_table_in_a_cuda_graph_is_refused_with_nothing_changed(
+    begin_capture: Callable[[], None],
+) -> None:
+    embedding = torch.nn.Embedding(5, 2, sparse=True)
+    optimizer = DeferredAdam(embedding.parameters())
+    for ids in ([0, 1], [2]):
+        optimizer.zero_grad()
+        embedding(torch.tensor(ids)).sum().backward()
+        optimizer.step()
+    before = Snapshot(optimizer)
+    begin_capture()
+    for read in (
+        lambda: embedding(torch.tensor([0])),
+        lambda: embedding.weight.sum(),
+        lambda: optimizer.catch_up(embedding.weight, torch.tensor([1])),
+        optimizer.flush,
+    ):
+        with pytest.raises(RuntimeError, match=r"CUDA graph.*reads of a deferred table outside"):
+            read()
     before.assert_unchanged()
 
 

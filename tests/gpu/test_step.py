@@ -126,6 +126,24 @@ def test_short_runs_are_summed_in_order_of_occurrence() -> None:
     assert optimizer.state[param]["exp_avg"].flatten().tolist() == [0.0, 4.0, 11.0]
 
 
+@pytest.mark.parametrize(("before", "run"), [(62, 9), (64, 63), (3, 64 * 6 + 10), (64, 64 * 5)])
+def test_whole_chunks_of_a_run_are_summed_first_and_all_else_in_order(before: int, run: int) -> None:
+    param = Parameter(torch.zeros(3, 2))
+    numbers = torch.randn(before + run + 70, 2)
+    ids = torch.tensor([0] * before + [1] * run + [2] * 70)
+    param.grad = sparse(ids.unsqueeze(0), numbers, param.shape)
+    optimizer = SparseAdam([param], betas=(0.0, 0.0))
+    optimizer.step()
+    expected, at, end = torch.zeros(2), before, before + run
+    while at < end:
+        is_whole = at % 64 == 0 and at + 64 <= end
+        some = torch.zeros(2)
+        for row in numbers[at : at + (64 if is_whole else 1)]:
+            some = some + row
+        expected, at = expected + some, at + (64 if is_whole else 1)
+    assert torch.equal(optimizer.state[param]["exp_avg"][1], expected)
+
+
 def test_values_may_have_any_strides() -> None:
     """Those of ``sum().backward()`` are one number, repeated by strides of 0."""
     param = table(5, 4)

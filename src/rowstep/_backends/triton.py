@@ -1,17 +1,18 @@
 """The GPU kernels, compiled by Triton at first use: the host's side of them.
 
 Nothing here waits for the device. What a step would have to wait for, an id outside of its table or a row that was not
-up to date, is written by the kernels into pinned memory of the host, and raised by the next step (``Report``).
+up to date, is written by the kernels into pinned memory of the host, and raised by the next step (``reports``).
 
 Under Triton's interpreter (``TRITON_INTERPRET=1``) the same kernels run on the CPU, one program after another.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
-from collections.abc import MutableMapping
-from typing import Any, ClassVar
+from collections.abc import Callable, MutableMapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,8 +27,9 @@ from .._table import OF_KERNELS, Job
 from .._torch_internals import note_writes
 from .._triton import catch_up as catching_up
 from .._triton import rows as over_rows
+from .reports import Report
 
-__all__ = ["window_after"]
+__all__ = ["Report", "window_after"]
 
 # NVIDIA's and AMD's devices are both "cuda" to torch.
 _DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
@@ -35,7 +37,7 @@ _DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 _NUMBERS = {torch.float32: tl.float32, torch.float64: tl.float64}
 _MOST_PROGRAMS = 1 << 23  # of a launch: AMD's devices count threads in 32 bits, and a program has up to 256
 
-reports_late = True  # see ``Report``
+reports_late = True
 
 
 def runs_on(device: torch.device) -> bool:
@@ -45,63 +47,19 @@ def runs_on(device: torch.device) -> bool:
     return device.type == _DEVICE
 
 
-class Report:
-    """What kernels find wrong with the gradients of one table. The host reads it without waiting for the device."""
-
-    _retired: ClassVar[dict[torch.device, list[Tensor]]] = {}
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._is_pinned = device, device.type != "cpu"
-        # The latter two by program: arrays that grow with the number of ids in a step.
-        self._outside, self._skipped, self._stale = list[Tensor](), list[Tensor](), list[Tensor]()
-
-    def __del__(self) -> None:
-        """Keep what kernels may still write to until somebody waits: torch knows of no stream that uses it."""
-        if self._is_pinned:
-            self._retired.setdefault(self._device, []).extend((*self._outside, *self._stale))
-
-    @property
-    def outside(self) -> Tensor:
-        """Where an id that is not in the table goes: itself if it is negative, else one more; 0 if there is none."""
-        return _places(self._outside, 1, dtype=torch.int64, device="cpu", pin_memory=self._is_pinned)
-
-    def skipped(self, count: int) -> Tensor:
-        """Where each of so many programs counts the rows that it skips."""
-        return _places(self._skipped, count, dtype=torch.int64, device=self._device)
-
-    def stale(self, count: int) -> Tensor:
-        """Where each of so many programs notes that its row was not up to date."""
-        return _places(self._stale, count, dtype=torch.int8, device="cpu", pin_memory=self._is_pinned)
-
-    @property
-    def skipped_rows(self) -> int:
-        """How many rows were skipped so far."""
-        return sum(int(places.sum()) for places in self._skipped)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing has been found wrong as yet."""
-        return not any(places.numpy().any() for places in (*self._outside, *self._stale))
-
-    def taken(self) -> tuple[int | None, int]:
-        """An id outside of the table, if there was one, and how many rows were stale; the report is empty then."""
-        found, stale = (sum(int(places.numpy().sum()) for places in some) for some in (self._outside, self._stale))
-        for places in (*self._outside, *self._stale):
-            places.numpy().fill(0)
-        return (found - (found > 0) if found else None), stale
-
-    def wait(self) -> None:
-        """Wait for the steps that have been launched."""
-        if self._is_pinned:
-            retired = self._retired.pop(self._device, None)  # before: what retires meanwhile may not be done
-            torch.cuda.synchronize(self._device)
-            del retired
+def _refuse_capture(reason: str) -> None:
+    if _DEVICE == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"a CUDA graph is captured, which {reason} outside of it")
 
 
-def _places(arrays: list[Tensor], count: int, **options: Any) -> Tensor:
-    if not arrays or len(arrays[-1]) < count:
-        arrays.append(torch.zeros(triton.next_power_of_2(count), **options))
-    return arrays[-1]
+def _compiled(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Callable[[], Any]:
+    """What launches a kernel, compiled and loaded: whatever can fail has failed before anything is written."""
+    options["enable_fp_fusion"] = True  # Triton 3.9 warns that it will not be the default
+    compiled = kernel.run(*args, grid=grid, warmup=True, **options)
+    if compiled is None:  # by the interpreter
+        return functools.partial(kernel[grid], *args, **options)
+    constants = [options[name] for name in kernel.arg_names[len(args) :]]
+    return functools.partial(compiled[grid + (1,) * (3 - len(grid))], *args, *constants)
 
 
 def words_of(gradient: RowGradient, note: int = 0) -> bytes | None:
@@ -134,18 +92,20 @@ class Launch:
         return next((job for job in self.jobs if not job.table.report.is_empty), None)
 
     def reserve(self, most_threads: int) -> None:
-        """Sort the row numbers, and have all the memory that it takes to run."""
-        if _DEVICE == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("a CUDA graph is captured, which cannot count steps; expected a step outside of it")
-        self._sorted = [_Sorted(job.gradient, *job.table.dtypes) for job in self.jobs]
+        """Sort the row numbers, and have all the memory and the kernels that it takes to run."""
+        _refuse_capture("cannot count steps; expected a step")
+        self._launches = list[list[Callable[[], Any]]]()
+        for job in self.jobs:
+            with torch.cuda.device_of(job.param):  # type: ignore[no-untyped-call]
+                self._launches.append(_launches_of(job))
 
     def step(self) -> int:
         """Step the rows; return 0: how many were skipped is in the reports."""
         note_writes(self.params)  # autograd does not see them
-        for job, some in zip(self.jobs, self._sorted, strict=True):
+        for job, launches in zip(self.jobs, self._launches, strict=True):
             with torch.cuda.device_of(job.param):  # type: ignore[no-untyped-call]
-                some.sum_chunks()
-                _step(job, some)
+                for launch in launches:
+                    launch()
         return 0
 
 
@@ -167,22 +127,29 @@ class _Sorted:
         self.count, self.width, self.number = gradient.count, gradient.columns, _NUMBERS[dtype]
         rows, order = torch.sort(gradient.rows, stable=True)
         self.block, self.warps = _block_of(self.width)
-        self.chunks = None
-        if self.count >= over_rows.CHUNK:
-            self.chunks = torch.empty(self.count // over_rows.CHUNK, self.width, dtype=dtype, device=rows.device)
-        self.told = (self.chunks, gradient.values, *gradient.values.stride(), order, rows, self.count, self.width)
+        whole, chunks = self.count // over_rows.CHUNK, None
+        if whole:
+            chunks = torch.empty(whole, self.width, dtype=dtype, device=rows.device)
+        self.told = (chunks, gradient.values, *gradient.values.stride(), order, rows, self.count, self.width)
+        self.launches = list[Callable[[], Any]]()
+        """What sums the chunks that lie in one row, if there are any."""
+        if whole:
+            self.launches.append(_compiled(
+                over_rows.sum_chunks, (whole, triton.cdiv(self.width, self.block)), *self.told,
+                N=self.number, BLOCK=self.block, num_warps=self.warps,
+            ))  # fmt: skip
 
-    def sum_chunks(self) -> None:
-        """Sum what lies in whole chunks of one row."""
-        if self.chunks is not None:
-            grid = len(self.chunks), triton.cdiv(self.width, self.block)
-            over_rows.sum_chunks[grid](*self.told, N=self.number, BLOCK=self.block, num_warps=self.warps)
 
-
-def _step(job: Job, some: _Sorted) -> None:
+def _launches_of(job: Job) -> list[Callable[[], Any]]:
+    """What steps the rows of a job."""
     table, step, scalars, rule = job.table, job.step, job.step.scalars, job.step.rule
     slots, spec, pending, report = table.slots, table.spec, table.pending, table.report
-    over_rows.step_rows[(some.count,)](
+    some = _Sorted(job.gradient, *table.dtypes)
+    if pending is not None and pending.kernel is None:  # right behind its steps, a table may bring rows up to date
+        nothing = torch.empty(0, dtype=torch.float64, device=table.param.device)
+        pending.kernel = _catch_up_of(pending, None, range(1), nothing, nothing)
+    return [*some.launches, _compiled(
+        over_rows.step_rows, (some.count,),
         table.param, slots.get("exp_avg"), slots["exp_avg_sq_row" if spec.is_by_row else "exp_avg_sq"],
         slots.get("max_exp_avg_sq"), slots.get("row_step"), None if pending is None else pending.notes,
         *some.told, table.row_count, report.outside,
@@ -194,7 +161,7 @@ def _step(job: Job, some: _Sorted) -> None:
         HAS_DECAY=scalars.decay is not None, AS_DENSE=step.as_dense or None, BY_ROW=spec.is_by_row,
         ROUNDS_STATE=spec.is_rounded, ROUNDS_WEIGHTS=rule.rounds_weights_of(table.dtypes[0]), N=some.number,
         BLOCK=some.block, IS_WIDE=some.width > some.block, num_warps=some.warps,
-    )  # fmt: skip
+    )]  # fmt: skip
 
 
 def first_outside(gradient: RowGradient) -> int | None:
@@ -204,40 +171,48 @@ def first_outside(gradient: RowGradient) -> int | None:
 
 def norm(gradient: RowGradient, power: float) -> Tensor:
     """The ``power``-norm of the summed gradient, as if it were dense: a Tensor, which nobody has waited for."""
-    some = _Sorted(gradient)
-    sums = torch.empty(some.count, dtype=torch.float64, device=gradient.values.device)
-    with torch.cuda.device_of(sums):  # type: ignore[no-untyped-call]
-        some.sum_chunks()
-        over_rows.norm_rows[(some.count,)](
-            *some.told, sums, power, IS_LARGEST=power == math.inf, IS_SQUARE=power == 2, N=some.number,
-            BLOCK=some.block, num_warps=some.warps,
+    with torch.cuda.device_of(gradient.values):  # type: ignore[no-untyped-call]
+        some = _Sorted(gradient)
+        sums = torch.empty(some.count, dtype=torch.float64, device=gradient.values.device)
+        norm_rows = _compiled(
+            over_rows.norm_rows, (some.count,), *some.told, sums, power,
+            IS_LARGEST=power == math.inf, IS_SQUARE=power == 2, N=some.number, BLOCK=some.block, num_warps=some.warps,
         )  # fmt: skip
+        for launch in (*some.launches, norm_rows):
+            launch()
     return sums.max() if power == math.inf else sums.sum() ** (1 / power)
 
 
 def catch_up(pending: Any, rows: Tensor | range) -> bool:
     """Bring these rows of a table from the steps in their notes to the schedule's; True: ids outside are reported."""
-    table, schedule = pending.table, pending.schedule
     if not len(rows) or not pending.columns:
         return True
+    _refuse_capture("would bring rows up to one step for ever; expected reads of a deferred table")
     ids, numbers = (None, rows) if isinstance(rows, range) else (torch.sort(rows).values, range(len(rows)))
-    path, slots, spec = schedule.path, table.slots, table.spec
-    dtype = compute_dtype(*table.dtypes)
+    with torch.cuda.device_of(pending.table.param):  # type: ignore[no-untyped-call]
+        window, ring = _on_device(pending.schedule, pending.table.param.device)
+        for first in numbers[::_MOST_PROGRAMS]:
+            some = range(first, min(numbers.stop, first + _MOST_PROGRAMS))
+            _catch_up_of(pending, ids, some, window, ring)()
+    return True
+
+
+def _catch_up_of(pending: Any, ids: Tensor | None, some: range, window: Tensor, ring: Tensor) -> Callable[[], Any]:
+    """What brings some of these ids up to date, or of all rows if there are no ids."""
+    table, schedule, path = pending.table, pending.schedule, pending.schedule.path
+    slots, spec, dtype = table.slots, table.spec, compute_dtype(*table.dtypes)
     smallest = torch.finfo(dtype).smallest_normal
     block, warps = _block_of(pending.columns)
-    with torch.cuda.device_of(table.param):  # type: ignore[no-untyped-call]
-        window, ring = _on_device(schedule, table.param.device)
-        for first in numbers[::_MOST_PROGRAMS]:
-            catching_up.catch_up_rows[(min(numbers.stop - first, _MOST_PROGRAMS),)](
-                table.param, slots.get("exp_avg"), slots["exp_avg_sq_row" if spec.is_by_row else "exp_avg_sq"],
-                slots.get("max_exp_avg_sq"), pending.notes,
-                ids, first, len(rows), table.row_count, pending.columns, table.report.outside,
-                window, ring, path.window_length, path.capacity, schedule.step, pending.key if pending.rounds else 0,
-                *_logs(path.betas), path.ratio, path.growth, path.eps, min(smallest, path.eps * DUST_OF_EPS), smallest,
-                BY_ROW=spec.is_by_row, ROUNDS_STATE=spec.is_rounded, ROUNDS_WEIGHTS=pending.rounds_weights,
-                N=_NUMBERS[dtype], BLOCK=block, num_warps=warps,
-            )  # fmt: skip
-    return True
+    return _compiled(
+        catching_up.catch_up_rows, (len(some),),
+        table.param, slots.get("exp_avg"), slots["exp_avg_sq_row" if spec.is_by_row else "exp_avg_sq"],
+        slots.get("max_exp_avg_sq"), pending.notes,
+        ids, some.start, len(some) if ids is None else len(ids), table.row_count, pending.columns, table.report.outside,
+        window, ring, path.window_length, path.capacity, schedule.step, pending.key if pending.rounds else 0,
+        *_logs(path.betas), path.ratio, path.growth, path.eps, min(smallest, path.eps * DUST_OF_EPS), smallest,
+        BY_ROW=spec.is_by_row, ROUNDS_STATE=spec.is_rounded, ROUNDS_WEIGHTS=pending.rounds_weights,
+        N=_NUMBERS[dtype], BLOCK=block, num_warps=warps,
+    )  # fmt: skip
 
 
 _windows: MutableMapping[Schedule, dict[Any, tuple[Tensor, Tensor]]] = weakref.WeakKeyDictionary()
