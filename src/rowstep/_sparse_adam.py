@@ -59,7 +59,8 @@ class SparseAdam(RowOptimizer):
             ``docs/memory.md``.
         state_dtype: the dtype of what tables keep per weight; by default the parameter's. 16 bits are rounded up or
             down at random, so that small changes are not lost. What is kept per row is at least float32.
-        stochastic_rounding: round weights of 16 bits at random as well.
+        stochastic_rounding: round weights of 16 bits at random as well, and with them their moments, unless those
+            are wider.
         seed: seed for stochastic rounding. The same seed gives the same numbers, for any number of threads.
         foreach: use torch's foreach implementation for dense gradients.
         fused: use torch's fused kernel for dense gradients; by default where that is safe.

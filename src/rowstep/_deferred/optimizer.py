@@ -77,7 +77,8 @@ class DeferredAdam(RowOptimizer):
             the same rule applied to every row at every step. See ``docs/memory.md``.
         state_dtype: the dtype of what tables keep per weight; by default the parameter's. 16 bits are rounded up or
             down at random, so that small changes are not lost. What is kept per row is at least float32.
-        stochastic_rounding: round weights of 16 bits at random as well.
+        stochastic_rounding: round weights of 16 bits at random as well, and with them their moments, unless those
+            are wider.
         seed: seed for stochastic rounding. The same seed gives the same numbers, for any number of threads.
 
     Examples:
@@ -420,7 +421,7 @@ class DeferredAdamW(DeferredAdam):
         allow_stale: let rows that were not up to date when they were read catch up inside the step.
         second_moment: ``"element"`` or ``"row"``.
         state_dtype: the dtype of what tables keep per weight.
-        stochastic_rounding: round weights of 16 bits at random.
+        stochastic_rounding: round weights of 16 bits, and their moments of 16 bits, at random.
         seed: seed for stochastic rounding.
 
     Examples:
