@@ -20,14 +20,13 @@ from torch.optim.optimizer import ParamsT
 from . import _ahead, _backends, _dense, _part
 from ._gradient import RowGradient, check_gradient, outside_message
 from ._launches import Launches, add
-from ._options import check_is_number, check_layouts, check_learning_rate, parameter_name, refuse_idle_rounding
+from ._options import check_is_number, check_layouts, check_learning_rate, refuse_idle_rounding
 from ._rule import Rule
 from ._state import LARGEST_COUNT, State, StateSpec, misfit, row_moment_flaw, steps_taken
 from ._stateful import Group, StatefulOptimizer
 from ._table import Job, Table
 from ._torch_internals import optimizer_step
 from ._waiting import Waiting, bring_all_up_to_date, keeper_of, release
-from ._warnings import warn
 
 # A parameter, the rule and the number of its group.
 _Work = tuple[Tensor, Rule, int]
@@ -279,10 +278,7 @@ class RowOptimizer(StatefulOptimizer):
             self._files.count(self, job.param)
             job.table = self._table_of(job.param, state, spec)
             if lost:
-                warn(
-                    f"{self._name_of(job.param)}: optimizer state converted to second_moment={spec.second!r} and "
-                    f"state_dtype={spec.dtype}: {'; '.join(lost)}"
-                )
+                self._warn_of_loss(job.param, spec, lost)
         _dense.warn_of_dense_tables([job.param for job in jobs if job.gradient is None], self._name_of)
 
     def _forget_unlisted(self) -> None:
@@ -352,14 +348,6 @@ class RowOptimizer(StatefulOptimizer):
     def _named(self, flaw: Exception, param: Tensor) -> Exception:
         """The same error, with the name of the parameter in front."""
         return type(flaw)(f"{self._name_of(param)}: {flaw}")
-
-    def _name_of(self, param: Tensor) -> str:
-        """How messages call a parameter."""
-        for at, group in enumerate(self.param_groups):
-            for index, other in enumerate(group["params"]):
-                if other is param:
-                    return parameter_name(group, at, index)
-        return "a parameter"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         is_copy = "_lock" not in self.__dict__  # or an unpickled optimizer, not a loaded state dict
