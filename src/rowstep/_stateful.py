@@ -250,7 +250,7 @@ class StatefulOptimizer(Optimizer):
             without_torch_function(check_states, given, self._all_params())
             for index, (own, new) in enumerate(zip(own_groups, given["param_groups"], strict=False)):
                 where = f" in group {index} of the loaded state"
-                check_learning_rate((own | new)["lr"], zero_allowed=True, where=where)
+                check_learning_rate(own | new, where)
                 self._check_group(own | new, where)
                 states = {number: given["state"].get(number, {}) for number in new["params"]}
                 check_slots(own, new, list(states.values()), where)

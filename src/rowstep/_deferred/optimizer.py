@@ -14,7 +14,7 @@ from .. import _backends
 from .._commit import is_averaged
 from .._gradient import RowGradient, all_rows, nonzero_rows, rows_of_first_dimension
 from .._optimizer import RowOptimizer
-from .._options import check_learning_rate, refuse_shared_weights
+from .._options import rate_of, refuse_shared_weights
 from .._rule import Rule
 from .._schedule import check_betas
 from .._state import State, StateSpec, misfit
@@ -274,7 +274,6 @@ class DeferredAdam(RowOptimizer):
     # Stepping
 
     def _check_rate(self, lr: Any, rule: Rule, where: str) -> None:
-        check_learning_rate(lr, zero_allowed=True, where=where)
         _check_decay(lr, rule.weight_decay, where)
 
     def _as_rows(self, param: Tensor, grad: Tensor, state: State, rule: Rule) -> tuple[RowGradient | None, bool, bool]:
@@ -471,8 +470,10 @@ class DeferredAdamW(DeferredAdam):
 
 
 def _check_decay(lr: Any, weight_decay: float, where: str) -> None:
+    if weight_decay == 0:
+        return
     # In the lr's own dtype, as the step will compute it.
-    decay = lr * weight_decay
+    decay = rate_of(lr) * weight_decay
     if float(1 - decay) <= 0:
         raise ValueError(
             f"lr * weight_decay is {float(decay)}{where}; expected less than 1, so that weights keep their sign. "
