@@ -198,6 +198,11 @@ def misfit(state: State, param: Tensor) -> str | None:
         return f"its state {reason}. Load a complete state, or clear the state to start over"
     if "step" in state and (reason := miscount(state["step"])):
         return reason
+    if param.is_meta:
+        return (
+            "the parameter is on the meta device, where nothing has numbers; expected one with data. Create the "
+            "optimizer once the model has memory and weights: model.to_empty(device='cpu') makes new parameters"
+        )
     if param.is_cpu and not has_memory(param):
         return lost_memory("the parameter", param)
     if overlaps_itself(param):

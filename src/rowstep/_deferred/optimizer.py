@@ -284,7 +284,11 @@ class DeferredAdam(RowOptimizer):
         if in_a_table or rule.rounds_weights_of(param.dtype):
             return all_rows(grad), True, in_a_table  # torch's Adam cannot take these
         if dtype != grad.dtype:  # torch's Adam would find out in the middle of its step
-            raise TypeError(f"the gradient has dtype {grad.dtype}; expected {dtype}, the dtype of its state")
+            way_out = "Load the state again, opt.load_state_dict(opt.state_dict()), or create the optimizer anew"
+            raise TypeError(
+                f"the gradient has dtype {grad.dtype}; expected {dtype}, the dtype of its state. "
+                + (way_out if grad.dtype == param.dtype else "Convert the gradient")
+            )
         self._end_waiting(param, state)
         return None, True, False
 
