@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -95,9 +95,9 @@ class SparseAdam(RowOptimizer):
         decoupled_weight_decay: bool = False,
         amsgrad: bool = False,
         force_sparse: bool = False,
-        bias_correction: str = "global",
-        nonfinite: str = "propagate",
-        second_moment: str = "element",
+        bias_correction: Literal["global", "row"] = "global",
+        nonfinite: Literal["propagate", "skip", "raise"] = "propagate",
+        second_moment: Literal["element", "row"] = "element",
         state_dtype: torch.dtype | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,

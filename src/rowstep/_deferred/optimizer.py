@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -124,7 +124,7 @@ class DeferredAdam(RowOptimizer):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         allow_stale: bool = False,
-        second_moment: str = "element",
+        second_moment: Literal["element", "row"] = "element",
         state_dtype: torch.dtype | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
@@ -467,7 +467,7 @@ class DeferredAdamW(DeferredAdam):
         fused: bool | None = None,
         decoupled_weight_decay: bool = True,
         allow_stale: bool = False,
-        second_moment: str = "element",
+        second_moment: Literal["element", "row"] = "element",
         state_dtype: torch.dtype | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
