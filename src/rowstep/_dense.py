@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from ._state import State, count_tensor, largest_count
+from ._options import rate_of
+from ._state import ELEMENTWISE, State, count_tensor, largest_count
 from ._torch_internals import has_no_memory
 from ._warnings import warn
 
@@ -17,6 +18,7 @@ from ._warnings import warn
 _Operands = tuple[Tensor, Tensor, State]
 
 _FUSED = ("cuda", "mps", "xpu")
+_COUNTS = (torch.float32, torch.float64)
 
 # From this size on, a table is worth a warning. A smaller one's dense step takes under a millisecond; and with fewer
 # rows, it may as well be a layer.
@@ -84,9 +86,10 @@ def update_all(items: Iterable[_Operands], group: Mapping[str, Any]) -> None:
     for param, grad, state in items:
         _ensure_countable(state, param.device)
         is_fused = may_fuse and _can_fuse(param, grad, state, amsgrad=group["amsgrad"])
-        alike.setdefault((param.device, param.dtype) if is_fused else None, []).append((param, grad, state))
-    for key, some in alike.items():
-        _call_torch(some, group, fused=key is not None)
+        how = "fused" if is_fused else "foreach" if group.get("foreach") and _can_foreach(param, grad, state) else ""
+        alike.setdefault((how, param.device, param.dtype), []).append((param, grad, state))
+    for (how, *_), some in alike.items():
+        _call_torch(some, group, how)
 
 
 def _ensure_countable(state: State, device: torch.device) -> None:
@@ -113,7 +116,22 @@ def _can_fuse(param: Tensor, grad: Tensor, state: State, *, amsgrad: bool) -> bo
     )  # fmt: skip
 
 
-def _call_torch(items: list[_Operands], group: Mapping[str, Any], *, fused: bool) -> None:
+def _can_foreach(param: Tensor, grad: Tensor, state: State) -> bool:
+    """torch's foreach refuses most mixtures in the middle of a step; its loop takes them."""
+    step, moments = state["step"], [state[name] for name in ELEMENTWISE if name in state]
+    is_counted = step.dtype in _COUNTS and (step.is_cpu or step.device == param.device)
+    return is_counted and all(each.dtype == param.dtype for each in (grad, *moments))
+
+
+def _rate_beside(param: Tensor, lr: Any, how: str) -> float | Tensor:
+    """The lr where torch's kernel can read it: on a GPU, its fused one reads a float32 beside the parameters."""
+    rate = rate_of(lr)
+    if not isinstance(rate, Tensor) or rate.is_cpu:
+        return rate
+    return rate.to(param.device, torch.float32) if how == "fused" and not param.is_cpu else rate.cpu()
+
+
+def _call_torch(items: list[_Operands], group: Mapping[str, Any], how: str) -> None:
     states = [state for _, _, state in items]
     adam(
         [param for param, _, _ in items],
@@ -122,12 +140,12 @@ def _call_torch(items: list[_Operands], group: Mapping[str, Any], *, fused: bool
         [state["exp_avg_sq"] for state in states],
         [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
         [state["step"] for state in states],
-        foreach=None if fused else bool(group.get("foreach")),
-        fused=fused,
+        foreach=how == "foreach",
+        fused=how == "fused",
         amsgrad=bool(group["amsgrad"]),
         beta1=float(group["betas"][0]),
         beta2=float(group["betas"][1]),
-        lr=group["lr"],
+        lr=_rate_beside(items[0][0], group["lr"], how),
         weight_decay=float(group["weight_decay"]),
         eps=float(group["eps"]),
         maximize=bool(group["maximize"]),

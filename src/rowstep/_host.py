@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,7 @@ class HostEmbedding(nn.Embedding):
         device: torch.device | str | int | None = None,
         path: _Path | None = None,
         key: str = "weight",
-        mode: str | None = None,
+        mode: Literal["sum", "mean", "max"] | None = None,
         padding_idx: int | None = None,
         max_norm: float | None = None,
         norm_type: float = 2.0,

@@ -20,7 +20,7 @@ from torch.optim.optimizer import ParamsT
 from . import _ahead, _backends, _dense, _part
 from ._gradient import RowGradient, check_gradient, outside_message
 from ._launches import Launches, add
-from ._options import check_is_number, check_layouts, check_learning_rate, parameter_name, refuse_idle_rounding
+from ._options import check_layouts, check_learning_rate, rate_of, refuse_idle_rounding
 from ._rule import Rule
 from ._state import LARGEST_COUNT, State, StateSpec, misfit, row_moment_flaw, steps_taken
 from ._state_files import make_absolute
@@ -28,7 +28,6 @@ from ._stateful import Group, StatefulOptimizer
 from ._table import Job, Table
 from ._torch_internals import optimizer_step
 from ._waiting import Waiting, bring_all_up_to_date, keeper_of, release
-from ._warnings import warn
 
 # A parameter, the rule and the number of its group.
 _Work = tuple[Tensor, Rule, int]
@@ -47,7 +46,7 @@ class RowOptimizer(StatefulOptimizer):
     """Whether rows wait for the steps in which they have no gradient."""
 
     def __init__(self, params: ParamsT | nn.Module, defaults: dict[str, Any]) -> None:
-        check_learning_rate(defaults["lr"], zero_allowed=self._zero_allowed)
+        check_learning_rate(defaults, zero_allowed=self._zero_allowed)
         self._check_group(defaults, "")
         make_absolute(defaults)
         self._is_complete, self._options = False, _options_of(defaults)
@@ -79,7 +78,7 @@ class RowOptimizer(StatefulOptimizer):
         super().add_param_group(param_group)
         try:
             where = f" in group {len(self.param_groups) - 1}"
-            check_learning_rate(self.param_groups[-1]["lr"], zero_allowed=True, where=where)
+            check_learning_rate(self.param_groups[-1], where)
             self._check_group(self.param_groups[-1], where)
             refuse_idle_rounding(self.param_groups[-1], where)
             if self._is_complete:  # the constructor looks at all groups together, to name every parameter it refuses
@@ -225,17 +224,17 @@ class RowOptimizer(StatefulOptimizer):
             lr, options = group["lr"], self._options(group)
         except KeyError as missing:
             raise ValueError(f"{missing} is missing{where}; expected every option of the constructor") from None
+        check_learning_rate(group, where, may_wait=False)
         if rule is None or not rule.is_fixed or not all(map(operator.is_, rule.options, options)):
             self._check_group(group, where)
             rule = Rule(group, options)
         self._check_rate(lr, rule, where)
-        rule.set_rate(lr)
+        rule.set_rate(rate_of(lr))
         self._rules[id(group)] = tuple(group.values()) if rule.is_fixed and type(lr) is float else (), rule, group
         return rule
 
     def _check_rate(self, lr: Any, rule: Rule, where: str) -> None:
-        """Raise if no step can be taken with this lr."""
-        check_is_number(lr, where)
+        """Raise if no step can be taken with this lr, which is one."""
 
     def _as_rows(self, param: Tensor, grad: Tensor, state: State, rule: Rule) -> tuple[RowGradient | None, bool, bool]:
         """The gradient as rows, or None if it is for torch's dense Adam; whether it came dense and names every row, so
@@ -288,10 +287,7 @@ class RowOptimizer(StatefulOptimizer):
             spec.install(state, slots)
             job.table = self._table_of(job.param, state, spec)
             if lost:
-                warn(
-                    f"{self._name_of(job.param)}: optimizer state converted to second_moment={spec.second!r} and "
-                    f"state_dtype={spec.dtype}: {'; '.join(lost)}"
-                )
+                self._warn_of_loss(job.param, spec, lost)
         _dense.warn_of_dense_tables([job.param for job in jobs if job.gradient is None], self._name_of)
 
     def _forget_unlisted(self) -> None:
@@ -361,14 +357,6 @@ class RowOptimizer(StatefulOptimizer):
     def _named(self, flaw: Exception, param: Tensor) -> Exception:
         """The same error, with the name of the parameter in front."""
         return type(flaw)(f"{self._name_of(param)}: {flaw}")
-
-    def _name_of(self, param: Tensor) -> str:
-        """How messages call a parameter."""
-        for at, group in enumerate(self.param_groups):
-            for index, other in enumerate(group["params"]):
-                if other is param:
-                    return parameter_name(group, at, index)
-        return "a parameter"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         is_copy = "_lock" not in self.__dict__  # or an unpickled optimizer, not a loaded state dict

@@ -36,19 +36,35 @@ HOW_TORCH_STEPS = ("foreach", "fused", "capturable", "differentiable")
 """Options that say how torch steps parameters with dense gradients, and not where to."""
 
 
-def check_learning_rate(lr: float | Tensor, *, zero_allowed: bool, where: str = "") -> None:
-    """lr > 0 for an optimizer; a group's may be 0, for a scheduler's warm-up or a frozen group."""
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"Tensor lr must be 1-element{where}, but has {lr.numel()} elements")
-    if not _is_finite(lr) or not (lr >= 0 if zero_allowed else lr > 0):
+def check_learning_rate(
+    group: Mapping[str, Any], where: str = "", *, zero_allowed: bool = True, may_wait: bool = True
+) -> None:
+    """lr > 0 for an optimizer; a group's may be 0, for a scheduler's warm-up or a frozen group.
+
+    A step may not wait for an lr on a GPU, and takes it as it is.
+    """
+    lr = group["lr"]
+    if type(lr) is float and 0 < lr < math.inf:  # as nearly always, and schedulers set one at every step
+        return
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"Tensor lr must be 1-element{where}, but has {lr.numel()} elements")
+        if group.get("foreach"):
+            raise ValueError(
+                f"lr as a Tensor is not supported for capturable=False and foreach=True{where}; expected a number, or "
+                "foreach=None"
+            )
+        if not may_wait and not lr.is_cpu and _has_number(lr):
+            return
+    number = _number(lr)
+    if number is None or not (0 < number < math.inf or (number == 0 and zero_allowed)):
         bound = ">= 0" if zero_allowed else "> 0"
         raise ValueError(f"Invalid learning rate: {_shown(lr)}{where}; expected a finite number {bound}")
 
 
-def check_is_number(lr: float | Tensor, where: str = "") -> None:
-    """What torch's optimizers ask of an lr once they run: schedules may make it anything."""
-    if not isinstance(lr, (float, int)) and _number(lr) is None:
-        raise ValueError(f"Invalid learning rate: {_shown(lr)}{where}; expected a number or a one-element Tensor")
+def rate_of(lr: Any) -> float | Tensor:
+    """An lr that has been checked, as arithmetic takes it: a Tensor counts in its own dtype, as in torch."""
+    return lr if isinstance(lr, Tensor) else float(lr)
 
 
 def check_group(group: Mapping[str, Any], where: str = "") -> None:
@@ -57,7 +73,7 @@ def check_group(group: Mapping[str, Any], where: str = "") -> None:
     if not (_is_finite(eps) and eps > 0):
         raise ValueError(f"Invalid epsilon value: {_shown(eps)}{where}; expected a finite number > 0")
     if not isinstance(betas, Sequence) or len(betas) != 2:
-        raise ValueError(f"Invalid betas: {betas}{where}; expected two numbers in [0, 1)")
+        raise ValueError(f"Invalid betas: {_shown(betas)}{where}; expected two numbers in [0, 1)")
     for index, beta in enumerate(betas):
         if not (_is_finite(beta) and 0.0 <= beta < 1.0):
             raise ValueError(
@@ -68,7 +84,8 @@ def check_group(group: Mapping[str, Any], where: str = "") -> None:
     for name, choices in CHOICES.items():
         if name in group and (isinstance(group[name], (Tensor, float)) or group[name] not in choices):
             expected = " or ".join(map(repr, choices))
-            raise ValueError(f"Invalid {name}: {group[name]!r}{where}; expected {expected}")
+            shown = repr(group[name]) if isinstance(choices[0], str) else _shown(group[name])
+            raise ValueError(f"Invalid {name}: {shown}{where}; expected {expected}")
     folder = group.get("state_dir")
     if folder is not None and not isinstance(folder, (str, os.PathLike)):
         raise ValueError(f"Invalid state_dir: {folder!r}{where}; expected a path or None")
@@ -79,7 +96,7 @@ def check_group(group: Mapping[str, Any], where: str = "") -> None:
             "weight, which is what this second moment does without. Use amsgrad=False or second_moment='element'"
         )
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed <= LARGEST_SEED:
-        raise ValueError(f"Invalid seed: {seed!r}{where}; expected an integer in [0, 2^63)")
+        raise ValueError(f"Invalid seed: {_shown(seed)}{where}; expected an integer in [0, 2^63)")
     if group.get("foreach") and group.get("fused"):
         raise RuntimeError(f"`fused` and `foreach` cannot be `True` together{where}; expected one of them")
     if group.get("capturable"):
@@ -105,12 +122,17 @@ def refuse_idle_rounding(group: Mapping[str, Any], where: str) -> None:
 
 def _number(value: object) -> float | None:
     """A number, or a Tensor or array of one, as a float; None if it is none."""
-    if isinstance(value, (str, bytes)) or (isinstance(value, Tensor) and value.numel() != 1):
+    if isinstance(value, (str, bytes)) or (isinstance(value, Tensor) and not _has_number(value)):
         return None
     try:
         return float(value)  # type: ignore[arg-type]
     except (OverflowError, RuntimeError, TypeError, ValueError):
         return None
+
+
+def _has_number(tensor: Tensor) -> bool:
+    """Whether a Tensor has one real number, wherever that is."""
+    return tensor.numel() == 1 and tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_complex()
 
 
 def _is_finite(value: object) -> bool:
@@ -119,8 +141,10 @@ def _is_finite(value: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    """A number as messages show it; some Tensors have none to show."""
-    return repr(value) if isinstance(value, Tensor) and (value.is_meta or value.layout != torch.strided) else f"{value}"
+    """A value as messages show it: a str as one, because configurations are full of numbers that are not."""
+    if isinstance(value, str):
+        return f"{value!r} (a str)"
+    return f"{value}" if not isinstance(value, Tensor) or _has_number(value) else repr(value)
 
 
 def check_layouts(groups: Sequence[Mapping[str, Any]], optimizer: str) -> None:

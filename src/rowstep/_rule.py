@@ -66,8 +66,12 @@ class Rule:
         self.spec, self.dense_spec = StateSpec.under(group), StateSpec.under(group, in_a_table=False)
         """What is kept for a table, and for a parameter with dense gradients."""
         self.rounds = self.spec.is_rounded or self.rounds_weights
-        self.waiting_options = (self.betas, self.eps, self.amsgrad, self.spec, self.rounds_weights, self.seed)
-        """What the path of a row that waits depends on, besides lr and weight decay."""
+        self.adds_decay = self.weight_decay != 0 and not self.is_decoupled
+        """Whether weight decay goes into the gradient."""
+        self.waiting_options = (
+            self.betas, self.eps, self.amsgrad, self.adds_decay, self.spec, self.rounds_weights, self.seed,
+        )  # fmt: skip
+        """What the path of a row that waits depends on, besides lr and decoupled weight decay."""
         self.lr: Any = None
         self._last: Step | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,8 @@ class SparseAdam(RowOptimizer):
             ``docs/memory.md``.
         state_dtype: the dtype of what tables keep per weight; by default the parameter's. 16 bits are rounded up or
             down at random, so that small changes are not lost. What is kept per row is at least float32.
-        stochastic_rounding: round weights of 16 bits at random as well.
+        stochastic_rounding: round weights of 16 bits at random as well, and with them their moments, unless those
+            are wider.
         seed: seed for stochastic rounding. The same seed gives the same numbers, for any number of threads.
         foreach: use torch's foreach implementation for dense gradients.
         fused: use torch's fused kernel for dense gradients; by default where that is safe.
@@ -94,9 +95,9 @@ class SparseAdam(RowOptimizer):
         decoupled_weight_decay: bool = False,
         amsgrad: bool = False,
         force_sparse: bool = False,
-        bias_correction: str = "global",
-        nonfinite: str = "propagate",
-        second_moment: str = "element",
+        bias_correction: Literal["global", "row"] = "global",
+        nonfinite: Literal["propagate", "skip"] = "propagate",
+        second_moment: Literal["element", "row"] = "element",
         state_dtype: torch.dtype | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,

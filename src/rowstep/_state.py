@@ -68,14 +68,14 @@ class StateSpec:
     """What the options of a group make a parameter keep. The same options give the same object."""
 
     def __init__(
-        self, second: str, has_momentum: bool, amsgrad: bool, is_counted: bool, dtype: torch.dtype | None
+        self, second: str, has_momentum: bool, amsgrad: bool, is_counted: bool, dtype: torch.dtype | None, rounds: bool
     ) -> None:
         self.second, self.has_momentum, self.amsgrad, self.is_counted = second, has_momentum, amsgrad, is_counted
         self.dtype = dtype
         """The dtype of numbers per element; None stands for the parameter's own."""
         self.is_by_row = second == "row"
-        self.is_rounded = dtype is not None and dtype.itemsize == 2
-        """Whether moments are rounded at random: in 16 bits, if those were asked for."""
+        self.is_rounded = rounds if dtype is None else dtype.itemsize == 2
+        """Whether moments of 16 bits are rounded at random: if those were asked for, or if the weights are."""
         there = {
             "exp_avg": has_momentum, "exp_avg_sq": not self.is_by_row, "exp_avg_sq_row": self.is_by_row,
             "max_exp_avg_sq": amsgrad, "row_step": is_counted,
@@ -87,11 +87,16 @@ class StateSpec:
     def under(group: Mapping[str, Any], *, in_a_table: bool = True) -> StateSpec:
         """What the options of a group ask for. A parameter that is no table is kept as torch keeps it."""
         amsgrad, is_counted = bool(group["amsgrad"]), group.get("bias_correction") == "row"
+        rounds = bool(group["stochastic_rounding"])
         if not in_a_table:
-            return _state_spec("element", True, amsgrad, is_counted, None)
+            return _state_spec("element", True, amsgrad, is_counted, None, rounds)
         second = group["second_moment"]
         has_momentum = second == "element" or float(group["betas"][0]) != 0
-        return _state_spec(second, has_momentum, amsgrad, is_counted, group["state_dtype"])
+        return _state_spec(second, has_momentum, amsgrad, is_counted, group["state_dtype"], rounds)
+
+    def rounds_moments_of(self, *dtypes: torch.dtype) -> bool:
+        """Whether moments are rounded at random that are kept in these dtypes."""
+        return self.is_rounded and any(dtype.itemsize == 2 for dtype in dtypes)
 
     def is_met_by(self, state: State) -> bool:
         """Whether this state has every slot, as it is to be kept, and no other second moment."""
@@ -193,6 +198,11 @@ def misfit(state: State, param: Tensor) -> str | None:
         return f"its state {reason}. Load a complete state, or clear the state to start over"
     if "step" in state and (reason := miscount(state["step"])):
         return reason
+    if param.is_meta:
+        return (
+            "the parameter is on the meta device, where nothing has numbers; expected one with data. Create the "
+            "optimizer once the model has memory and weights: model.to_empty(device='cpu') makes new parameters"
+        )
     if param.is_cpu and not has_memory(param):
         return lost_memory("the parameter", param)
     if overlaps_itself(param):

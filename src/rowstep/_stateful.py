@@ -16,12 +16,13 @@ from torch.optim.optimizer import StateDict
 from . import _fork, _part, _surgery
 from ._commit import is_averaged_table
 from ._loading import check_slots, check_states, check_structure, separate_counts, uncast_slots
-from ._options import HOW_TORCH_STEPS, check_group, check_learning_rate
+from ._options import HOW_TORCH_STEPS, check_group, check_learning_rate, parameter_name
 from ._state import State, StateSpec, misfit, row_moment_flaw
 from ._state_files import StateFiles
 from ._surgery import Init
 from ._table import Table
 from ._torch_internals import without_torch_function
+from ._warnings import warn
 
 Group = dict[str, Any]
 
@@ -29,7 +30,7 @@ Group = dict[str, Any]
 class StatefulOptimizer(Optimizer):
     """An optimizer whose state has rows. How it steps, ``RowOptimizer`` says."""
 
-    _own_when_loading: tuple[str, ...] = HOW_TORCH_STEPS
+    _own_when_loading: tuple[str, ...] = (*HOW_TORCH_STEPS, "second_moment")
     """Options that a loaded state dict does not change."""
 
     def _begin(self) -> None:
@@ -164,6 +165,21 @@ class StatefulOptimizer(Optimizer):
             "expected one from its param_groups"
         )
 
+    def _name_of(self, param: Tensor) -> str:
+        """How messages call a parameter."""
+        for at, group in enumerate(self.param_groups):
+            for index, other in enumerate(group["params"]):
+                if other is param:
+                    return parameter_name(group, at, index)
+        return "a parameter"
+
+    def _warn_of_loss(self, param: Tensor, spec: StateSpec, lost: list[str]) -> None:
+        """Say what was lost when the state of a parameter was made to fit its group's options."""
+        warn(
+            f"{self._name_of(param)}: optimizer state converted to second_moment={spec.second!r} and "
+            f"state_dtype={spec.dtype}: {'; '.join(lost)}"
+        )
+
     # Checkpoints
 
     def allocate_state(self) -> None:
@@ -183,8 +199,10 @@ class StatefulOptimizer(Optimizer):
                         # but only an int into an int.
                         state.setdefault("step", torch.zeros((), dtype=torch.float32))
                         with self._files.all_or_none():
-                            made, _ = self._files.make(param, state, spec)
+                            made, lost = self._files.make(param, state, spec)
                         spec.install(state, made)
+                        if lost:
+                            self._warn_of_loss(param, spec, lost)
 
     def _look_for_shards(self) -> None:
         """Note the ranks that share tables with this one, and make the state that checkpoints load into."""
@@ -213,8 +231,8 @@ class StatefulOptimizer(Optimizer):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load a state dict of this class or of the torch classes that it replaces.
 
-        Options missing from the saved groups (in torch's, all of our own) keep this optimizer's values. A state that
-        cannot be loaded raises, and nothing changes.
+        ``second_moment`` and options missing from the saved groups (in torch's, all of our own) keep this optimizer's
+        values. A state that cannot be loaded raises, and nothing changes.
 
         Args:
             state_dict: what ``state_dict()`` has returned.
@@ -234,7 +252,7 @@ class StatefulOptimizer(Optimizer):
             without_torch_function(check_states, given, self._all_params())
             for index, (own, new) in enumerate(zip(own_groups, given["param_groups"], strict=False)):
                 where = f" in group {index} of the loaded state"
-                check_learning_rate((own | new)["lr"], zero_allowed=True, where=where)
+                check_learning_rate(own | new, where)
                 self._check_group(own | new, where)
                 states = {number: given["state"].get(number, {}) for number in new["params"]}
                 check_slots(own, new, list(states.values()), where)

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from rowstep import DeferredAdam, DeferredAdamW, SparseAdam
 from tests.helpers.copies import through_a_file
-from tests.helpers.deferred_cases import Twins, distance, embedding, optimizers, with_dense_gradients, zipf
+from tests.helpers.deferred_cases import Twins, distance, embedding, optimizers, waiting, with_dense_gradients, zipf
 from tests.helpers.gradients import Snapshot, rows_of, step_with, table
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -46,7 +47,6 @@ REFUSED: list[tuple[type[DeferredAdam], dict[str, Any], str]] = [
     (DeferredAdam, {"betas": (0.95, 0.9)}, r"Invalid betas: \(0.95, 0.9\).*beta1 < sqrt\(beta2\).*torch\.optim\.Adam"),
     (DeferredAdamW, {"betas": (0.9999, 0.99999)}, r"would act for \d+ steps"),
     (DeferredAdamW, {"lr": 1.0, "weight_decay": 1.0}, r"lr \* weight_decay is 1.0.*expected less than 1"),
-    (DeferredAdam, {"weight_decay": 0.1}, "expected 0, because L2 added to the gradient cannot .*Use DeferredAdamW"),
     (DeferredAdam, {"lr": -1.0}, "Invalid learning rate: -1.0"),
     (DeferredAdamW, {"eps": 0.0}, "Invalid epsilon value: 0.0"),
 ]
@@ -73,9 +73,6 @@ def test_a_state_that_cannot_be_deferred_is_refused_and_nothing_has_changed() ->
     twins.run(16, rows=40)
     twins.ours.flush()
     before = Snapshot(twins.ours)
-    adam = torch.optim.Adam(twins.twin.parameters(), weight_decay=0.1)
-    with pytest.raises(ValueError, match=r"in group 0 of the loaded state; expected 0, because L2.*Use DeferredAdamW"):
-        twins.ours.load_state_dict(adam.state_dict())
     adam = torch.optim.Adam(twins.twin.parameters(), betas=(0.99, 0.9))
     with pytest.raises(ValueError, match=r"Invalid betas: \(0.99, 0.9\) in group 0 of the loaded state"):
         twins.ours.load_state_dict(adam.state_dict())
@@ -94,3 +91,54 @@ def test_a_state_of_sparse_adam_goes_on() -> None:
     step_with(second, param, rows_of(param, [2, 3]))
     assert second.state[param]["step"] == 2
     second.flush()
+
+
+COUPLED = r"weight_decay=0.1 adds L2 .*expected 0.*weight_decay=0 .*DeferredAdamW.*SparseAdam\(weight_decay=0.1\)"
+
+
+@pytest.mark.parametrize("options", [{}, {"lr": 0.5, "weight_decay": 3.0}, {"foreach": True, "amsgrad": True}], ids=str)
+def test_layers_may_have_l2_beside_tables_without(options: dict[str, Any]) -> None:
+    model: Any = nn.Sequential(embedding(), nn.Linear(3, 2, dtype=torch.float64))
+    twin, made = with_dense_gradients(model), []
+    for each, kind in ((model, DeferredAdam), (twin, torch.optim.Adam)):
+        groups = [{"params": each[0].parameters()}, {"params": each[1].parameters(), "weight_decay": 0.1} | options]
+        made.append(kind(groups))
+    for _ in range(20):
+        batch = zipf(40, 4)
+        for each, optimizer in zip((model, twin), made, strict=True):
+            optimizer.zero_grad()
+            each(batch).square().sum().backward()
+            optimizer.step()
+    assert distance(model[0].weight, twin[0].weight) <= 1e-12
+    assert distance(model[1].weight, twin[1].weight) <= 1e-12
+
+
+def test_l2_is_refused_when_it_meets_a_sparse_gradient_and_nothing_has_changed() -> None:
+    model: Any = nn.Sequential(embedding(), nn.Linear(3, 2, dtype=torch.float64))
+    refused, made = (
+        DeferredAdam([{"params": [(name, getattr(model, key).weight)]} for name, key in (("top", "1"), ("emb", "0"))])
+        for _ in range(2)
+    )
+    for _ in range(2):  # with rows that wait for the second
+        made.zero_grad()
+        model(zipf(40, 4)).sum().backward()
+        made.step()
+    model(zipf(40, 4)).sum().backward()
+    version, counts = model[0].weight._version, [int(state["step"]) for state in made.state.values()]
+    for optimizer in (made, refused):  # the second brings up to date what waits for the first
+        optimizer.param_groups[1]["weight_decay"] = 0.1
+        with pytest.raises(ValueError, match=rf"^parameter 0 of group 1 \('emb'\): {COUPLED}"):
+            optimizer.step()
+    assert not refused.state
+    assert counts == [int(state["step"]) for state in made.state.values()] == [2, 2]
+    assert model[0].weight._version == version
+    made.param_groups[1]["weight_decay"] = 0.0
+    made.step()
+
+
+def test_a_dense_gradient_of_a_table_that_has_waited_takes_l2() -> None:
+    twins = waiting(lr=0.01)
+    twins.set(weight_decay=0.1)
+    for _ in range(3):
+        twins.step(lambda model: model.weight)
+    twins.assert_same()

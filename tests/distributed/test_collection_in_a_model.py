@@ -145,7 +145,7 @@ def test_what_is_wrong_on_one_rank_is_heard_on_all(ranks: Ranks) -> None:
     [
         (lambda: Collection({}), "there are no tables"),
         (lambda: Collection({"user": (3, 2)}, plan={"item": "divided"}), "plan names 'item'; expected"),
-        (lambda: Collection({"user": (3, 2)}, gradient="max"), "Invalid gradient value: 'max'"),
+        (lambda: Collection({"user": (3, 2)}, gradient="max"), "Invalid gradient value: 'max'"),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_be_built_is_refused(build: Callable[[], object], text: str) -> None:

@@ -127,6 +127,27 @@ def test_small_updates_of_weights_are_not_lost(dtype: torch.dtype) -> None:
         assert (param[8] == start).all()
 
 
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize(("kind", "is_sparse"), [(SparseAdam, True), (SparseAdam, False), (DeferredAdam, True)])
+def test_moments_of_rounded_weights_are_rounded_at_random_too(kind: Any, is_sparse: bool) -> None:
+    """Rounded to the nearest, this second moment would stay at 0.5, and that of a row which waits would not decay."""
+    param, steps, beta2 = nn.Parameter(torch.zeros(60, 8, dtype=torch.bfloat16)), 300, 0.997
+    optimizer = kind([param], betas=(0.9, beta2), stochastic_rounding=True)
+    for step in range(steps):
+        rows = range(60 if step == 0 else 40)
+        param.grad = rows_of(param, rows, 1.0) if is_sparse else torch.ones_like(param)
+        optimizer.step()
+        if kind is DeferredAdam:
+            optimizer.flush()
+    first, second = optimizer.state[param]["exp_avg"], optimizer.state[param]["exp_avg_sq"]
+    assert (first.dtype, second.dtype) == (torch.bfloat16, torch.bfloat16)
+    expected = {"m": (first[:40], 1), "v": (second[:40], 1 - beta2**steps), "p": (param.detach()[:40], -1e-3 * steps)}
+    if kind is DeferredAdam:
+        expected["v of rows that waited"] = second[40:], (1 - beta2) * beta2 ** (steps - 1)
+    for name, (drawn, mean) in expected.items():
+        assert float(drawn.double().mean()) == pytest.approx(mean, rel=0.03), name
+
+
 def test_the_number_of_threads_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROWSTEP_BACKEND", "numba")
     for kind in (SparseAdam, DeferredAdamW):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from rowstep import SparseAdam
+from rowstep import DeferredAdam, SparseAdam
 from tests.helpers.gradients import Snapshot, rows_of, set_grad, sparse, table
 
 NAN, INF = math.nan, math.inf
@@ -30,6 +30,14 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"bias_correction": "rows"}, r"Invalid bias_correction: 'rows'.*expected 'global' or 'row'"),
     ({"nonfinite": "ignore"}, r"Invalid nonfinite: 'ignore'.*expected 'propagate' or 'skip'"),
     ({"amsgrad": "yes"}, r"Invalid amsgrad: 'yes'.*expected False or True"),
+    ({"lr": "1e-3"}, r"Invalid learning rate: '1e-3' \(a str\)( in group 1)?; expected a finite number"),
+    ({"eps": "1e-8"}, r"Invalid epsilon value: '1e-8' \(a str\)"),
+    ({"betas": "0.9, 0.999"}, r"Invalid betas: '0.9, 0.999' \(a str\)"),
+    ({"betas": ("0.9", 0.999)}, r"Invalid beta parameter at index 0: '0.9' \(a str\)"),
+    ({"weight_decay": "0"}, r"Invalid weight_decay value: '0' \(a str\)"),
+    ({"maximize": "False"}, r"Invalid maximize: 'False' \(a str\)"),
+    ({"state_dtype": "bfloat16"}, r"Invalid state_dtype: 'bfloat16' \(a str\).*expected None or torch.bfloat16"),
+    ({"seed": "0"}, r"Invalid seed: '0' \(a str\)"),
     ({"decoupled_weight_decay": None}, r"Invalid decoupled_weight_decay: None.*expected False or True"),
 ]
 
@@ -129,6 +137,41 @@ def test_a_bad_gradient_changes_no_tensor_of_any_group(
     bad.grad = None
     optimizer.step()
     assert optimizer.state[emb]["step"] == 2
+
+
+@pytest.mark.parametrize("is_sparse", [True, False])
+@pytest.mark.parametrize("optimizer", [SparseAdam, DeferredAdam])
+def test_a_parameter_on_the_meta_device(optimizer: Any, is_sparse: bool) -> None:
+    param = Parameter(torch.empty(4, 2, device="meta"))
+    made = optimizer([("emb", param)])
+    param.grad = torch.ones_like(param)
+    if is_sparse:
+        param.grad = sparse(torch.empty(1, 2, dtype=torch.int64, device="meta"), param.grad[:2], (4, 2), checked=False)
+    with pytest.raises(
+        ValueError, match=r"^parameter 0 of group 0 \('emb'\): the parameter is on the meta device.*expec"
+    ):
+        made.step()
+    assert not made.state
+
+
+def test_a_model_that_was_converted_says_how_to_convert_the_state() -> None:
+    params = [table(4, 2), table(3, 2)]
+    made = DeferredAdam(params)
+    params[0].grad, params[1].grad = rows_of(params[0], [1]), torch.ones(3, 2)
+    made.step()
+    for param in params:
+        param.data, param.grad = param.data.double(), None
+    params[1].grad = torch.ones(3, 2, dtype=torch.float64)
+    with pytest.raises(
+        TypeError, match=r"expected torch.float32, .* its state. .*opt.load_state_dict\(opt.state_dict\("
+    ):
+        made.step()
+    made.load_state_dict(made.state_dict())
+    made.step()
+    assert made.state[params[1]]["exp_avg"].dtype == torch.float64
+    set_grad(params[1], torch.ones(3, 2))
+    with pytest.raises(TypeError, match=r"dtype torch.float32; expected torch.float64.*Convert the gradient"):
+        made.step()
 
 
 @pytest.mark.usefixtures("backend")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import typing
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from rowstep import DeferredAdamW, SparseAdam
+from rowstep import DeferredAdam, DeferredAdamW, SparseAdam
+from rowstep._options import CHOICES
 from tests.helpers.gradients import copy_of, rows_of, same_bits, sparse, step_with, table
 
 
@@ -105,6 +107,19 @@ def test_an_array_of_one_number_as_lr(cls: Any) -> None:
         for param, optimizer in zip(params, (ours, expected), strict=True):
             step_with(optimizer, param, rows_of(param, [0, 1], 1.0))
     assert same_bits(*params)
+
+
+@pytest.mark.parametrize("cls", [SparseAdam, DeferredAdam, DeferredAdamW])
+def test_the_words_that_an_option_takes_are_its_type(cls: Any) -> None:
+    """Editors complete them. And mypy would find the comments below unused if it took any str."""
+    hints = typing.get_type_hints(cls.__init__)
+    of_words = {name: words for name, words in CHOICES.items() if isinstance(words[0], str) and name in hints}
+    assert {name: typing.get_args(hints[name]) for name in of_words} == of_words
+    assert "second_moment" in of_words
+    with pytest.raises(ValueError, match="expected 'element' or 'row'"):
+        SparseAdam([table(2, 2)], second_moment="rows")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected 'element' or 'row'"):
+        DeferredAdam([table(2, 2)], second_moment="rows")  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ from .._kernels.window import advance
 from .._kernels.workspace import Workspace, borrow
 from .._memory import data_address
 from .._schedule import Path, Window
-from .._state import StateSpec, compute_dtype
-from .._table import Job
+from .._state import compute_dtype
+from .._table import Job, Table
 from .._torch_internals import note_writes
 from . import reference
 
@@ -73,7 +73,7 @@ def kernel_for(job: Job) -> OverThreads:
     table, step, rule = job.table, job.step, job.step.rule
     dtypes = *table.dtypes, job.gradient.values.dtype
     stored, number = [_TYPES[dtype] for dtype in dtypes], _TYPES[compute_dtype(*dtypes)]
-    options = _options_of(table.spec, rule.rounds_weights_of(table.dtypes[0])) | {
+    options = _options_of(table, rule.rounds_weights_of(table.dtypes[0])) | {
         "decay": step.scalars.decay is not None,
         "as_dense": step.as_dense,
         "skip_nonfinite": rule.skips_nonfinite,
@@ -82,12 +82,13 @@ def kernel_for(job: Job) -> OverThreads:
     return over_rows(Kind(p, m, v, g, number, "step", **_none_if_off(options)))
 
 
-def _options_of(spec: StateSpec, rounds_weights: bool) -> dict[str, bool]:
+def _options_of(table: Table, rounds_weights: bool) -> dict[str, bool]:
+    spec = table.spec
     return {
         "momentum": spec.has_momentum,
         "by_row": spec.is_by_row,
         "amsgrad": spec.amsgrad,
-        "rounds_state": spec.is_rounded,
+        "rounds_state": spec.rounds_moments_of(*table.dtypes[1:]),
         "rounds_weights": rounds_weights,
     }
 
@@ -213,7 +214,7 @@ def catch_up(pending: Any, rows: Tensor | range) -> bool:
         if last and not ids_at:
             return reference.catch_up(pending, rows)
     if kernel is None:
-        options = _options_of(table.spec, pending.rounds_weights)
+        options = _options_of(table, pending.rounds_weights)
         stored, number = [_TYPES[dtype] for dtype in table.dtypes], _TYPES[compute_dtype(*table.dtypes)]
         p, m, v = stored
         kind = catching_up.Kind(p, m, v, number, **_none_if_off(options))

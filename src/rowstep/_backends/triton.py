@@ -159,8 +159,8 @@ def _launches_of(job: Job) -> list[Callable[[], Any]]:
         1 - scalars.beta1, scalars.beta2, 1 - scalars.beta2, scalars.eps, scalars.step_size,
         1.0 if scalars.shrink is None else scalars.shrink, scalars.decay or 0.0, -1.0 if rule.maximize else 1.0,
         HAS_DECAY=scalars.decay is not None, AS_DENSE=step.as_dense or None, BY_ROW=spec.is_by_row,
-        ROUNDS_STATE=spec.is_rounded, ROUNDS_WEIGHTS=rule.rounds_weights_of(table.dtypes[0]), N=some.number,
-        BLOCK=some.block, IS_WIDE=some.width > some.block, num_warps=some.warps,
+        ROUNDS_STATE=spec.rounds_moments_of(*table.dtypes[1:]), ROUNDS_WEIGHTS=rule.rounds_weights_of(table.dtypes[0]),
+        N=some.number, BLOCK=some.block, IS_WIDE=some.width > some.block, num_warps=some.warps,
     )]  # fmt: skip
 
 
@@ -210,8 +210,8 @@ def _catch_up_of(pending: Any, ids: Tensor | None, some: range, window: Tensor, 
         ids, some.start, len(some) if ids is None else len(ids), table.row_count, pending.columns, table.report.outside,
         window, ring, path.window_length, path.capacity, schedule.step, pending.key if pending.rounds else 0,
         *_logs(path.betas), path.ratio, path.growth, path.eps, min(smallest, path.eps * DUST_OF_EPS), smallest,
-        BY_ROW=spec.is_by_row, ROUNDS_STATE=spec.is_rounded, ROUNDS_WEIGHTS=pending.rounds_weights,
-        N=_NUMBERS[dtype], BLOCK=block, num_warps=warps,
+        BY_ROW=spec.is_by_row, ROUNDS_STATE=spec.rounds_moments_of(*table.dtypes[1:]),
+        ROUNDS_WEIGHTS=pending.rounds_weights, N=_NUMBERS[dtype], BLOCK=block, num_warps=warps,
     )  # fmt: skip
 
 

@@ -70,7 +70,7 @@ class Deferral:
         self.notes = torch.zeros(table.lead, dtype=torch.int32, device=table.param.device)
         """Per row, the step of the schedule at which it was last up to date."""
         self._seed, self.rounds_weights = rule.seed, rule.rounds_weights_of(table.param.dtype)
-        self.rounds = self.rounds_weights or table.spec.is_rounded
+        self.rounds = self.rounds_weights or table.spec.rounds_moments_of(*table.dtypes[1:])
         self._swept = 0
         self._writes = -1
         """The table's version counter after the last legitimate write; -1 if it is not tracked."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from .._commit import is_averaged
 from .._gradient import RowGradient, all_rows, nonzero_rows, rows_of_first_dimension
 from .._memory import is_in_file
 from .._optimizer import RowOptimizer
-from .._options import check_learning_rate, refuse_shared_weights
+from .._options import rate_of, refuse_shared_weights
 from .._rule import Rule
 from .._schedule import check_betas
 from .._state import State, StateSpec, misfit
@@ -36,6 +36,15 @@ def _stale_message(stale: int, count: int) -> str:
     return (
         f"{stale} of the gradient's {count} rows were not up to date when they were read; expected every row to be up "
         f"to date. {_WAYS_OUT}"
+    )
+
+
+def _l2_message(weight_decay: float) -> str:
+    return (
+        f"weight_decay={weight_decay} adds L2 to a gradient that is taken row by row; expected 0, because L2 cannot be "
+        "deferred: both moments would depend on the weight. Use weight_decay=0 for tables, in a group of their own; "
+        "DeferredAdamW, which decays the weights themselves; or "
+        f"SparseAdam(weight_decay={weight_decay}), which decays only the rows touched"
     )
 
 
@@ -61,7 +70,8 @@ class DeferredAdam(RowOptimizer):
         lr: learning rate, a number or a one-element Tensor. Any schedule works, even one that changes at every step.
         betas: decay rates β₁ and β₂ of the two moments; β₁ must be below √β₂.
         eps: ε, added to the bias-corrected √v; above 0, or rows without a gradient would divide 0 by 0.
-        weight_decay: refused unless 0 or decoupled. L2 added to the gradient cannot be deferred.
+        weight_decay: L2 penalty added to the gradient, which has to be dense: a sparse one that meets it is refused,
+            because L2 cannot be deferred. Give tables a group with 0, or use ``DeferredAdamW``.
         amsgrad: normalise by the largest second moment so far.
         foreach: use torch's foreach implementation for dense gradients.
         maximize: step up the gradient instead of down.
@@ -78,7 +88,8 @@ class DeferredAdam(RowOptimizer):
             the same rule applied to every row at every step. See ``docs/memory.md``.
         state_dtype: the dtype of what tables keep per weight; by default the parameter's. 16 bits are rounded up or
             down at random, so that small changes are not lost. What is kept per row is at least float32.
-        stochastic_rounding: round weights of 16 bits at random as well.
+        stochastic_rounding: round weights of 16 bits at random as well, and with them their moments, unless those
+            are wider.
         seed: seed for stochastic rounding. The same seed gives the same numbers, for any number of threads.
 
     Examples:
@@ -114,7 +125,7 @@ class DeferredAdam(RowOptimizer):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         allow_stale: bool = False,
-        second_moment: str = "element",
+        second_moment: Literal["element", "row"] = "element",
         state_dtype: torch.dtype | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
@@ -138,15 +149,10 @@ class DeferredAdam(RowOptimizer):
 
     def _check_group(self, group: Mapping[str, Any], where: str) -> None:
         super()._check_group(group, where)
-        if group["weight_decay"] != 0 and not group["decoupled_weight_decay"]:
-            raise ValueError(
-                f"Invalid weight_decay value: {group['weight_decay']}{where}; expected 0, because L2 added to the "
-                "gradient cannot be deferred: both moments would depend on the weight. Use DeferredAdamW, which decays "
-                "the weight itself"
-            )
         beta1, beta2 = group["betas"]
         check_betas(float(beta1), float(beta2), amsgrad=group["amsgrad"], where=where)
-        _check_decay(group["lr"], float(group["weight_decay"]), where)
+        if group["decoupled_weight_decay"]:
+            _check_decay(group["lr"], float(group["weight_decay"]), where)
 
     # Reading
 
@@ -274,18 +280,23 @@ class DeferredAdam(RowOptimizer):
     # Stepping
 
     def _check_rate(self, lr: Any, rule: Rule, where: str) -> None:
-        check_learning_rate(lr, zero_allowed=True, where=where)
-        _check_decay(lr, rule.weight_decay, where)
+        if rule.is_decoupled:
+            _check_decay(lr, rule.weight_decay, where)
 
     def _as_rows(self, param: Tensor, grad: Tensor, state: State, rule: Rule) -> tuple[RowGradient | None, bool, bool]:
         dtype = getattr(state.get("exp_avg"), "dtype", grad.dtype)
-        if grad.is_sparse:
-            return rows_of_first_dimension(grad, param.dtype, dtype), True, True
-        in_a_table = rule.spec.holds_table_state(state, param)
-        if in_a_table or rule.rounds_weights_of(param.dtype):
-            return all_rows(grad), True, in_a_table  # torch's Adam cannot take these
+        in_a_table = grad.is_sparse or rule.spec.holds_table_state(state, param)
+        if in_a_table or rule.rounds_weights_of(param.dtype):  # torch's Adam cannot take these
+            if rule.adds_decay:
+                raise ValueError(_l2_message(rule.weight_decay))
+            rows = rows_of_first_dimension(grad, param.dtype, dtype) if grad.is_sparse else all_rows(grad)
+            return rows, True, in_a_table
         if dtype != grad.dtype:  # torch's Adam would find out in the middle of its step
-            raise TypeError(f"the gradient has dtype {grad.dtype}; expected {dtype}, the dtype of its state")
+            way_out = "Load the state again, opt.load_state_dict(opt.state_dict()), or create the optimizer anew"
+            raise TypeError(
+                f"the gradient has dtype {grad.dtype}; expected {dtype}, the dtype of its state. "
+                + (way_out if grad.dtype == param.dtype else "Convert the gradient")
+            )
         self._end_waiting(param, state)
         return None, True, False
 
@@ -420,11 +431,11 @@ class DeferredAdamW(DeferredAdam):
         capturable: refused if True.
         differentiable: refused if True.
         fused: use torch's fused kernel for dense gradients; by default where that is safe.
-        decoupled_weight_decay: False makes it ``DeferredAdam``, which refuses a weight decay.
+        decoupled_weight_decay: False makes it ``DeferredAdam``, which refuses a weight decay of tables.
         allow_stale: let rows that were not up to date when they were read catch up inside the step.
         second_moment: ``"element"`` or ``"row"``.
         state_dtype: the dtype of what tables keep per weight.
-        stochastic_rounding: round weights of 16 bits at random.
+        stochastic_rounding: round weights of 16 bits, and their moments of 16 bits, at random.
         seed: seed for stochastic rounding.
 
     Examples:
@@ -460,7 +471,7 @@ class DeferredAdamW(DeferredAdam):
         fused: bool | None = None,
         decoupled_weight_decay: bool = True,
         allow_stale: bool = False,
-        second_moment: str = "element",
+        second_moment: Literal["element", "row"] = "element",
         state_dtype: torch.dtype | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
@@ -474,8 +485,10 @@ class DeferredAdamW(DeferredAdam):
 
 
 def _check_decay(lr: Any, weight_decay: float, where: str) -> None:
+    if weight_decay == 0:
+        return
     # In the lr's own dtype, as the step will compute it.
-    decay = lr * weight_decay
+    decay = rate_of(lr) * weight_decay
     if float(1 - decay) <= 0:
         raise ValueError(
             f"lr * weight_decay is {float(decay)}{where}; expected less than 1, so that weights keep their sign. "

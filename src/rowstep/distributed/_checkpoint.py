@@ -58,9 +58,9 @@ def load(
     number of ranks, or unsharded. You can pass state dicts instead, as to torch's own ``load``. An entry missing from
     the checkpoint raises, or stays unchanged with ``allow_partial_load``.
 
-    Optimizers need not have stepped yet. State that the checkpoint's options need (``row_step``, ``max_exp_avg_sq``, a
-    second moment per row) is loaded even if the optimizer was created with other options. If the checkpoint has no
-    ``row_step``, the counts start from the history that the moments show.
+    Optimizers need not have stepped yet. State that the checkpoint's options need (``row_step``, ``max_exp_avg_sq``) is
+    loaded even if the optimizer was created with other options; ``second_moment`` has to be the same, or ``"row"``. If
+    the checkpoint has no ``row_step``, the counts start from the history that the moments show.
 
     Everything is read before anything changes: if a rank cannot read its part, all ranks raise, and models and
     optimizers are as before. This takes the memory of what is loaded a second time.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,7 @@ class ShardedEmbeddingCollection(nn.Module):
         tables: Mapping[str, Plain | tuple[int, int]],
         *,
         plan: Mapping[str, str] | None = None,
-        gradient: str = "mean",
+        gradient: Literal["mean", "sum"] = "mean",
         group: ProcessGroup | None = None,
     ) -> None:
         super().__init__()

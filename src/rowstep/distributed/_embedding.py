@@ -6,7 +6,7 @@ over the places of each row, and goes back to the row's owner, where it becomes 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -102,7 +102,7 @@ class ShardedEmbeddingBag(ShardedTable[nn.EmbeddingBag]):
         max_norm: float | None = None,
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
-        mode: str = "mean",
+        mode: Literal["sum", "mean", "max"] = "mean",
         sparse: bool = True,
         *,
         include_last_offset: bool = False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import zlib
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +61,7 @@ class ShardedTable(nn.Module, Generic[_Plain]):
         device: Any = None,
         dtype: torch.dtype | None = None,
         group: ProcessGroup | None = None,
-        gradient: str = "mean",
+        gradient: Literal["mean", "sum"] = "mean",
         placement: str = DIVIDED,
         _weight: Tensor | None = None,
     ) -> None:
@@ -115,7 +115,7 @@ class ShardedTable(nn.Module, Generic[_Plain]):
         embedding: _Plain,
         *,
         group: ProcessGroup | None = None,
-        gradient: str = "mean",
+        gradient: Literal["mean", "sum"] = "mean",
         placement: str = DIVIDED,
     ) -> _Table:
         """Shard a plain module of torch. Every rank passes the same full table and keeps its own rows.

@@ -96,7 +96,7 @@ def update(job: Job) -> int:
     if rule.rounds_weights:
         after = (noise.rounded_weights(after[0], param.dtype), *after[1:])
     if spec.is_rounded:
-        after = (after[0], *noise.rounded_moments(*after[1:], dtype=spec.dtype))
+        after = (after[0], *noise.rounded_moments(*zip(after[1:], places, strict=True)))
     changes += [(slot, new) for slot, new in zip((param, *places), after, strict=True) if slot is not None]
     if table.pending is not None:
         changes.append((table.pending.notes, torch.full_like(rows, job.note)))

@@ -59,9 +59,9 @@ def _catch_up(pending: Any, rows: Tensor) -> None:
     noise = Noise(pending.key, rows, p.shape[1])
     if pending.rounds_weights:
         p = noise.rounded_weights(p, param.dtype)
-    if spec.is_rounded and spec.dtype is not None:
-        m, element_v, _ = noise.rounded_moments(m, None if spec.is_by_row else v, None, dtype=spec.dtype)
-        v = v if element_v is None else element_v
+    if spec.is_rounded:
+        of_elements = (v, None if spec.is_by_row else second)
+        m, v, _ = noise.rounded_moments((m, slots.get("exp_avg")), of_elements, (None, None))
     changes = [(param, p), (second, v), (notes, torch.full_like(rows, schedule.step))]
     if m is not None:
         changes.append((slots["exp_avg"], m))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,9 @@ from ..._rules.rounding import low_word, mix_word, random_bits, row_key, weights
 
 # How many bits of a float32 a normal number of the dtype lacks.
 _CUT = {torch.bfloat16: 16, torch.float16: 13}
+
+_ForSlot = tuple[Any, Tensor | None]
+"""What a moment is now, and where it is kept: nowhere, or not by the element, if that is None."""
 
 
 class Noise:
@@ -21,15 +26,11 @@ class Noise:
         """Weights, each rounded to a neighbour of this dtype."""
         return rounded(numbers, dtype, self._bits(weights_key(self._row_keys(), low_word, mix_word)))
 
-    def rounded_moments(
-        self, m: Tensor | None, v: Tensor | None, u: Tensor | None, *, dtype: torch.dtype
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Moments per element, each rounded to a neighbour of this dtype. The maximum goes by the bits of v."""
+    def rounded_moments(self, m: _ForSlot, v: _ForSlot, u: _ForSlot) -> list[Any]:
+        """Moments, each rounded to a neighbour of its slot's dtype. The maximum goes by the bits of v."""
         bits = self._bits(self._row_keys())
-        m = None if m is None else rounded(m, dtype, bits)
-        v = None if v is None else rounded(v, dtype, bits >> 16)
-        u = None if u is None else rounded(u, dtype, bits >> 16)
-        return m, v, u
+        both = zip((m, v, u), (bits, bits >> 16, bits >> 16), strict=True)
+        return [new if slot is None else rounded(new, slot.dtype, some) for (new, slot), some in both]
 
     def _row_keys(self) -> Tensor:
         keys: Tensor = row_key(self._key, self._rows, low_word, mix_word)
