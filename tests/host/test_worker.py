@@ -45,11 +45,11 @@ class _End:
 def end_worker() -> None:
     """Begin again as a forked process would."""
     _ahead.finish_all()
-    old = _ahead._told
-    _ahead._begin_again()
+    if _ahead._worker:
+        _ahead._told.put(_End())  # type: ignore[arg-type]
     while workers():
-        old.put(_End())  # type: ignore[arg-type]
         time.sleep(0.001)
+    _ahead._begin_again()
 
 
 class Loop:
