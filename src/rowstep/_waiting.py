@@ -108,8 +108,8 @@ leave_uncompiled(Waiting.__torch_function__)
 def _see(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Call a function that is handed something that waits, once that is up to date."""
     if func in _WITHOUT_NUMBERS or (func in _LIKE_ANOTHER and not isinstance(args[0], Waiting)):
-        if len(args) > 1 and func in _GRADIENT_SETTERS:  # steps read a gradient without coming by here
-            bring_all_up_to_date(args[1:])
+        if len(args) > 1 and isinstance(args[1], Waiting) and func in _GRADIENT_SETTERS:
+            bring_all_up_to_date(args[1:])  # steps read a gradient without coming by here
         return without_torch_function(func, *args, **kwargs)
     if bring_all_up_to_date((args, kwargs)):
         if func is Tensor.detach and is_making_a_parameter(sys._getframe(2)):
@@ -194,7 +194,7 @@ def _look_up(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     ):
         return None
     factors = kwargs.get("per_sample_weights")  # torch hands on by name all but the first two
-    if isinstance(factors, Waiting):
+    if factors is not None and isinstance(factors, Waiting):
         bring_all_up_to_date([factors])
     table: Any = weight
     param, keeper = _table_and_keeper(table)
