@@ -95,6 +95,20 @@ def test_parameters_that_overlap_in_part_are_refused(name: str, dtype: torch.dty
             optimizer.flush()
 
 
+def test_a_layer_that_is_added_over_a_table_that_waits_is_refused() -> None:
+    """Its gradient is dense, so it does not wait itself."""
+    table, layer = nn.Embedding(ROWS, WIDTH, sparse=True), nn.Linear(WIDTH, 5, bias=False)
+    optimizer = DeferredAdam(table.parameters())
+    torch.autograd.backward(table(torch.tensor([1])).sum())
+    optimizer.step()
+    layer.weight.data = table.weight.data[3:8]
+    optimizer.add_param_group({"params": layer.parameters()})
+    optimizer.zero_grad()
+    layer(torch.ones(WIDTH)).sum().backward()
+    with pytest.raises(ValueError, match="shares memory with another parameter"):
+        optimizer.step()
+
+
 def test_an_optimizer_that_has_lost_its_table_leaves_the_next_ones_alone() -> None:
     """Whatever is done to the old one, the table goes on waiting under the new one."""
     ends: list[Callable[[Any], object]] = [
