@@ -7,8 +7,10 @@ import math
 import mmap
 import sys
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -49,6 +51,26 @@ def address_of(tensor: Tensor) -> int | None:
     """
     is_plain = plain_class(tensor) in (Tensor, Parameter)
     return tensor.data_ptr() if is_plain and tensor.is_cpu and tensor.numel() else None
+
+
+def end_of(tensor: Tensor) -> int:
+    """Where a tensor that has an address, and numbers, ends."""
+    last = sum((count - 1) * stride for count, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+def share_numbers(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors that have an address lie on top of each other; columns of one buffer lie side by side."""
+    first, second = (
+        SimpleNamespace(
+            __array_interface__={
+                "version": 3, "typestr": f"|V{tensor.itemsize}", "data": (tensor.data_ptr(), True),
+                "shape": tuple(tensor.shape), "strides": tuple(stride * tensor.itemsize for stride in tensor.stride()),
+            }
+        )
+        for tensor in (one, other)
+    )  # fmt: skip
+    return np.shares_memory(np.asarray(first), np.asarray(second))
 
 
 def lost_memory(name: str, tensor: Tensor) -> str:

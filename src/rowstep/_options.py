@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence, Set
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._memory import address_of
+from ._memory import address_of, end_of, share_numbers
 from ._rules.rounding import LARGEST_SEED
 
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -166,18 +167,19 @@ def check_layouts(groups: Sequence[Mapping[str, Any]], optimizer: str) -> None:
 
 def refuse_shared_weights(groups: Sequence[Mapping[str, Any]], those: Set[int]) -> None:
     """Raise if one of the parameters with these ids lies in memory that another parameter of the groups has too."""
-    owners: dict[int, Tensor] = {}
-    for at, group in enumerate(groups):
-        for index, param in enumerate(group["params"]):
-            address = address_of(param)
-            if address is None or (owner := owners.setdefault(address, param)) is param:
-                continue
-            if id(param) in those or id(owner) in those:
+    listed = [(param, at, index) for at, group in enumerate(groups) for index, param in enumerate(group["params"])]
+    placed = [(address, each) for each in listed if (address := address_of(each[0])) is not None]
+    before: list[Tensor] = []
+    for address, (param, at, index) in sorted(placed, key=itemgetter(0)):
+        before = [other for other in before if end_of(other) > address and other is not param]
+        for other in before:
+            if (id(param) in those or id(other) in those) and share_numbers(param, other):
                 raise ValueError(
-                    f"{parameter_name(group, at, index)}: it shares memory with another parameter of this optimizer; "
-                    "expected memory of its own, because deferred updates would conflict. Use the same Parameter in "
-                    "both places (one.weight = other.weight), or torch.optim.Adam"
+                    f"{parameter_name(groups[at], at, index)}: it shares memory with another parameter of this "
+                    "optimizer; expected memory of its own, because deferred updates would conflict. Use the same "
+                    "Parameter in both places (one.weight = other.weight), or torch.optim.Adam"
                 )
+        before.append(param)
 
 
 def parameter_name(group: Mapping[str, Any], group_index: int, index: int) -> str:

@@ -86,7 +86,7 @@ class Waiting:
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """torch's own, which is called without a word to ``__torch_function__``."""
-        bring_all_up_to_date([self])
+        bring_all_up_to_date([self, args, kwargs])
         return without_torch_function(Tensor.set_, self, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -108,6 +108,8 @@ leave_uncompiled(Waiting.__torch_function__)
 def _see(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Call a function that is handed something that waits, once that is up to date."""
     if func in _WITHOUT_NUMBERS or (func in _LIKE_ANOTHER and not isinstance(args[0], Waiting)):
+        if len(args) > 1 and isinstance(args[1], Waiting) and func in _GRADIENT_SETTERS:
+            bring_all_up_to_date(args[1:])  # steps read a gradient without coming by here
         return without_torch_function(func, *args, **kwargs)
     if bring_all_up_to_date((args, kwargs)):
         if func is Tensor.detach and is_making_a_parameter(sys._getframe(2)):
@@ -191,6 +193,9 @@ def _look_up(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         or is_traced()  # what is traced reads other rows later
     ):
         return None
+    factors = kwargs.get("per_sample_weights")  # torch hands on by name all but the first two
+    if factors is not None and isinstance(factors, Waiting):
+        bring_all_up_to_date([factors])
     table: Any = weight
     param, keeper = _table_and_keeper(table)
     if keeper is None:
@@ -266,3 +271,4 @@ def _functions_without_numbers() -> Iterator[Any]:
 
 
 _WITHOUT_NUMBERS = frozenset(_functions_without_numbers())
+_GRADIENT_SETTERS = frozenset(getattr(Tensor, name).__set__ for name in ("grad", "_grad") if hasattr(Tensor, name))

@@ -62,6 +62,53 @@ def test_parameters_over_the_same_memory_are_refused() -> None:
     optimizer.step()
 
 
+PARTS: dict[str, tuple[bool, Callable[[torch.Tensor], tuple[torch.Tensor, ...]]]] = {
+    "the end of one is the start of another": (True, lambda buffer: (buffer[:10], buffer[9:15])),
+    "one within another": (True, lambda buffer: (buffer, buffer[3:5])),
+    "a vector in a table": (True, lambda buffer: (buffer[:10], buffer.view(-1)[7:9])),
+    "columns": (True, lambda buffer: (buffer[:, :3], buffer[:, 2:])),
+    "every other row": (True, lambda buffer: (buffer[::2], buffer[::3])),
+    "not the two beside each other": (True, lambda buffer: (buffer, buffer[1:2], buffer[19:])),
+    "rows": (False, lambda buffer: (buffer[:10], buffer[10:])),
+    "columns side by side": (False, lambda buffer: (buffer[:, :3], buffer[:, 3:])),
+    "odd and even rows": (False, lambda buffer: (buffer[::2], buffer[1::2])),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", PARTS)
+def test_parameters_that_overlap_in_part_are_refused(name: str, dtype: torch.dtype) -> None:
+    is_refused, cut = PARTS[name]
+    buffer = torch.ones(20, 4, dtype=dtype)
+    for order in (1, -1):
+        params = [nn.Parameter(part) for part in cut(buffer)][::order]
+        optimizer = DeferredAdam(params)
+        for param in params:
+            param.grad = rows_of(param, [1]) if len(param) > 1 else None
+        if is_refused:
+            with pytest.raises(ValueError, match=r"parameter \d of group 0: it shares memory with another parameter"):
+                optimizer.step()
+            assert not optimizer.state
+            assert (buffer == 1).all()
+        else:
+            optimizer.step()
+            optimizer.flush()
+
+
+def test_a_layer_that_is_added_over_a_table_that_waits_is_refused() -> None:
+    """Its gradient is dense, so it does not wait itself."""
+    table, layer = nn.Embedding(ROWS, WIDTH, sparse=True), nn.Linear(WIDTH, 5, bias=False)
+    optimizer = DeferredAdam(table.parameters())
+    torch.autograd.backward(table(torch.tensor([1])).sum())
+    optimizer.step()
+    layer.weight.data = table.weight.data[3:8]
+    optimizer.add_param_group({"params": layer.parameters()})
+    optimizer.zero_grad()
+    layer(torch.ones(WIDTH)).sum().backward()
+    with pytest.raises(ValueError, match="shares memory with another parameter"):
+        optimizer.step()
+
+
 def test_an_optimizer_that_has_lost_its_table_leaves_the_next_ones_alone() -> None:
     """Whatever is done to the old one, the table goes on waiting under the new one."""
     ends: list[Callable[[Any], object]] = [

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from rowstep import DeferredAdam
 from tests.helpers.deferred_cases import (
@@ -71,6 +72,67 @@ def test_every_kind_of_lookup(module: Callable[[], nn.Module], lookup: Callable[
         twins.step(forward)
     assert distance(in_memory(twins.model.weight), twins.twin.weight) > BAR  # rows wait
     twins.assert_same()
+
+
+def linear_of_bags(one: Tensor, other: Tensor) -> Tensor:
+    return functional.linear(functional.embedding(IDS, one), other)
+
+
+def functional_bags(one: Tensor, other: Tensor) -> Any:
+    return torch.func.functional_call(bag(mode="sum"), {"weight": one}, (IDS,), {"per_sample_weights": other})
+
+
+def gradient(one: Tensor, other: Tensor) -> Tensor:
+    with torch.no_grad():
+        one.grad = other
+    with torch._C.DisableTorchFunctionSubclass():  # as a step reads it
+        return one.grad.clone()
+
+
+def memory(one: Tensor, other: Tensor) -> Tensor:
+    one.requires_grad_(False).set_(other.requires_grad_(False))  # type: ignore[call-overload]
+    return in_memory(one)
+
+
+IDS = torch.arange(40 * 3).reshape(40, 3) % 5
+PLAIN = torch.ones(40, 3, dtype=torch.float64)
+
+TAKING_TWO: dict[str, Callable[[Any, Any], Any]] = {
+    "by name": lambda one, other: functional.embedding_bag(IDS, one, per_sample_weights=other, mode="sum"),
+    "by place": lambda one, other: functional.embedding_bag(IDS, one, None, None, 2.0, False, "sum", False, other),
+    "all by name": lambda one, other: functional.embedding_bag(
+        weight=one, per_sample_weights=other, mode="sum", input=IDS
+    ),
+    "with max_norm": lambda one, other: functional.embedding_bag(
+        IDS, one, max_norm=0.5, per_sample_weights=other, mode="sum"
+    ),
+    "factors alone": lambda one, other: functional.embedding_bag(IDS, PLAIN, per_sample_weights=other, mode="sum"),
+    "one as both": lambda one, other: functional.embedding_bag(IDS, one, per_sample_weights=one, mode="sum"),
+    "functional_call": functional_bags,
+    "nested": linear_of_bags,
+    "in a list": lambda one, other: torch.cat([PLAIN, one, other]),
+    "in a list by name": lambda one, other: torch.cat(tensors=(PLAIN, other)),
+    "foreach": lambda one, other: torch._foreach_mul([PLAIN, one], [other, other])[1],
+    "written to another": lambda one, other: PLAIN.index_put((torch.arange(40),), other),
+    "as a gradient": gradient,
+    "as memory": memory,
+}
+
+
+@pytest.mark.parametrize("call", TAKING_TWO)
+def test_every_argument_that_waits_is_brought_up_to_date(call: str) -> None:
+    twins = Twins(nn.ModuleList([embedding(), embedding()]))
+    for count in (40, 5, 5, 5):
+
+        def forward(model: Any, count: int = count) -> Tensor:
+            return torch.cat([table(torch.arange(count)) for table in model])
+
+        twins.step(forward)
+    ours, theirs = ([table.weight for table in model] for model in (twins.model, twins.twin))
+    assert distance(in_memory(ours[1]), theirs[1]) > BAR  # rows wait
+    assert distance(TAKING_TWO[call](*ours), TAKING_TWO[call](*theirs)) <= BAR
+    if call == "by name":
+        assert distance(in_memory(ours[0]), theirs[0]) > BAR  # only the rows looked up were caught up
 
 
 class Shop(nn.Module):

@@ -86,6 +86,52 @@ def test_a_storage_that_was_resized(name: str, slot: str, way: str) -> None:
         optimizer._tables.pop(id(spoilt)).pending.release()  # else its rows would catch up when it is dropped
 
 
+CHANGED: dict[str, Callable[[Tensor], object]] = {
+    "resize_": lambda tensor: tensor.resize_(tensor.numel() // 2),
+    "unsqueeze_": lambda tensor: tensor.unsqueeze_(0),
+    "data of another dtype": lambda tensor: setattr(tensor, "data", tensor.data.view(torch.int32)),
+}
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+@pytest.mark.parametrize("way", CHANGED)
+@pytest.mark.parametrize(
+    ("name", "slot"), [(name, slot) for name, slots in SLOTS.items() for slot in slots if slot != "row_step"]
+)
+def test_a_slot_that_was_changed_in_place(name: str, slot: str, way: str, is_seen: bool) -> None:
+    """It lies where it was, in as much memory."""
+    optimizer, (_, spoilt) = stepped(name)
+    if is_seen:
+        CHANGED[way](optimizer.state[spoilt][slot])
+    else:
+        with torch._C.DisableTorchFunctionSubclass():  # else waiting rows would catch up first
+            CHANGED[way](optimizer.state[spoilt][slot])
+    before = Snapshot(optimizer)
+    with pytest.raises((TypeError, ValueError), match=r"parameter 1 of group 0: .*expected"):
+        optimizer.step()
+    before.assert_unchanged()
+    if isinstance(optimizer, DeferredAdam):
+        optimizer._tables.pop(id(spoilt)).pending.release()  # else its rows would catch up when it is dropped
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_square_slot_that_was_transposed_in_place(inference: bool, backend: str) -> None:
+    if inference and backend == "reference":
+        pytest.skip("torch's own operations cannot write a state that was made in this mode outside of it")
+    weights = []
+    grads = [rows_of(table(4, 4), rows) for rows in ([0, 1, 3], [1, 2])]
+    for cls in (SparseAdam, torch.optim.SparseAdam):
+        param = table(4, 4)
+        param.data.fill_(1.0)
+        optimizer: Any = cls([param], lr=0.1)
+        for grad in grads:
+            with torch.inference_mode(inference and cls is SparseAdam):
+                step_with(optimizer, param, grad.clone())
+                optimizer.state[param]["exp_avg"].t_()
+        weights.append(param)
+    torch.testing.assert_close(*weights)
+
+
 @pytest.mark.parametrize("offset", [0, 3])
 @pytest.mark.parametrize("part", ["values", "indices"])
 def test_a_gradient_whose_storage_is_freed(part: str, offset: int) -> None:

@@ -55,6 +55,24 @@ def test_a_dropped_optimizer_leaves_its_count(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == 7
 
 
+def test_a_forked_process_leaves_the_count_to_its_parent(tmp_path: Path) -> None:
+    run = Run(state_dir=tmp_path)
+    run.train(0, 2)
+    has_stepped, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.read(has_stepped, 1)
+            storage.sync()
+        finally:
+            os._exit(0)
+    run.train(2, 5)
+    os.write(tell, b"1")
+    os.waitpid(child, 0)
+    assert steps_in(tmp_path) == 5
+    assert not storage.status(tmp_path / "0.weight.step.safetensors").clean
+
+
 @pytest.mark.filterwarnings("ignore:.*is not clean")
 @pytest.mark.parametrize(
     "options", [{"second_moment": "row"}, {"state_dtype": torch.bfloat16}, {"second_moment": "row", "betas": (0, 0.9)}]

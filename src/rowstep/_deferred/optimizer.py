@@ -323,7 +323,9 @@ class DeferredAdam(RowOptimizer):
 
     def _make_state(self, jobs: Sequence[Job]) -> None:
         # Something may have been done to their memory.
-        refuse_shared_weights(self.param_groups, {id(job.param) for job in jobs if job.gradient is not None})
+        waiting = [pending.table.param for pending in self._all_pending()]
+        waiting += [job.param for job in jobs if job.gradient is not None]
+        refuse_shared_weights(self.param_groups, set(map(id, waiting)))
         super()._make_state(jobs)
         for job in jobs:
             if job.gradient is None:
