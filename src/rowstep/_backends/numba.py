@@ -213,7 +213,6 @@ def catch_up(pending: Any, rows: Tensor | range) -> bool:
     """Bring these rows of a table from the steps in their notes to the schedule's; False if one is not in the table."""
     table, kernel, columns = pending.table, pending.kernel, pending.columns
     schedule = pending.schedule  # a handler that steps puts another in its place
-    timeline_at, *_held = schedule.timeline.told
     if isinstance(rows, range):
         ids_at, first, last = 0, rows.start, rows.stop
     else:
@@ -233,7 +232,7 @@ def catch_up(pending: Any, rows: Tensor | range) -> bool:
         return False
     workspace, row_bytes = borrow(Workspace), (columns * kernel.number.bitwidth // 8 + 63) & -64
     told = _CATCH_UP.pack(
-        threads, ids_at, first, last, schedule.step, schedule.window_at, timeline_at,
+        threads, ids_at, first, last, schedule.step, schedule.window_at, schedule.timeline.told_at,
         pending.key if pending.rounds else 0, row_bytes,
     )  # fmt: skip
     told_at = workspace.tell(told + table.words, 2 * threads * row_bytes)
@@ -249,6 +248,5 @@ def catch_up(pending: Any, rows: Tensor | range) -> bool:
 def window_after(path: Path, window: Window, step: tuple[float, float, float], timeline: Any, number: int) -> Window:
     """The window after the ``number``-th step, which is written to the timeline unless it is there."""
     after = Window(path.window_length)
-    timeline_at, *_held = timeline.told
-    advance.call(window.at, after.at, timeline_at, number if number > timeline.newest else 0, *step)
+    advance.call(window.at, after.at, timeline.told_at, number if number > timeline.newest else 0, *step)
     return after

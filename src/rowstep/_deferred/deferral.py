@@ -70,7 +70,7 @@ class Deferral:
         """Per row, the step of the schedule at which it was last up to date."""
         self._seed, self.rounds_weights = rule.seed, rule.rounds_weights_of(table.param.dtype)
         self.rounds = self.rounds_weights or table.spec.is_rounded
-        self._swept = 0
+        self._swept = self._due(table)
         self._writes = -1
         """The table's version counter after the last legitimate write; -1 if it is not tracked."""
         self._counts_writes = False
@@ -185,13 +185,18 @@ class Deferral:
             self._count, self._count_writes = count, writes_to(count)
         self.watch()  # a signal's handler may have flushed in the meantime
 
+    def _due(self, table: Table) -> int:
+        """How many rows were due to be swept, in turn, since the table's first step: so that a run which is resumed
+        sweeps the same rows as one that went on.
+        """
+        return self.step * table.row_count // self.schedule.path.longest_wait
+
     def sweep(self) -> None:
         """Bring a few more rows up to date, in turn, so that no row waits longer than the schedule remembers.
 
         At 10M rows that is 698 rows a step, which lie side by side; in a table of 100 rows, one in 143 steps.
         """
-        rows = self.table.row_count
-        due = self.schedule.step * rows // self.schedule.path.longest_wait
+        rows, due = self.table.row_count, self._due(self.table)
         while self._swept < due:
             first = self._swept % rows
             last = min(first + due - self._swept, rows)
