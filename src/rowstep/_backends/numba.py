@@ -209,8 +209,20 @@ def _over_gradient(gradient: RowGradient, work: str, most_threads: int, power: f
     return found
 
 
-def catch_up(pending: Any, rows: Tensor | range) -> bool:
-    """Bring these rows of a table from the steps in their notes to the schedule's; False if one is not in the table."""
+def catch_up_in_finalizer(pending: Any, rows: range) -> bool:
+    """``catch_up`` where nothing may be compiled and no lock waited for: on this thread alone, by machine code or not
+    by kernels at all.
+    """
+    if pending.kernel is None or not pending.kernel.kernel.is_compiled:
+        return reference.catch_up(pending, rows)
+    return catch_up(pending, rows, most_threads=1)
+
+
+def catch_up(pending: Any, rows: Tensor | range, most_threads: int = 0) -> bool:
+    """Bring these rows of a table from the steps in their notes to the schedule's; False if one is not in the table.
+
+    On as many threads as torch has, unless told otherwise.
+    """
     table, kernel, columns = pending.table, pending.kernel, pending.columns
     schedule = pending.schedule  # a handler that steps puts another in its place
     if isinstance(rows, range):
@@ -225,7 +237,7 @@ def catch_up(pending: Any, rows: Tensor | range) -> bool:
         p, m, v = stored
         kind = catching_up.Kind(p, m, v, number, **_none_if_off(options))
         kernel = pending.kernel = catching_up.catching_up(kind)
-    threads, pace, most_threads = 1, None, torch.get_num_threads()
+    threads, pace, most_threads = 1, None, most_threads or torch.get_num_threads()
     if most_threads > 1:
         threads, pace = kernel.threads_for((last - first) * columns * table.dtypes[0].itemsize, most_threads)
     if threads > 1 and ids_at and catching_up.is_outside.call(ids_at, last, table.row_count):

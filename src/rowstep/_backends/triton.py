@@ -26,9 +26,9 @@ from .._table import OF_KERNELS, Job
 from .._torch_internals import note_writes
 from .._triton import catch_up as catching_up
 from .._triton import rows as over_rows
-from .reference import has_nonfinite
+from .reference import catch_up_in_finalizer, has_nonfinite
 
-__all__ = ["has_nonfinite", "window_after"]
+__all__ = ["catch_up_in_finalizer", "has_nonfinite", "window_after"]
 
 # NVIDIA's and AMD's devices are both "cuda" to torch.
 _DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
