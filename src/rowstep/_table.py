@@ -119,6 +119,10 @@ class Table:
                 return False
         return True
 
+    def misplace(self) -> None:
+        """From now on, do not find it in place."""
+        self._place[1] = -1
+
     @property
     def row_count(self) -> int:
         return math.prod(self.lead)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from rowstep._backends import reference
 from rowstep._deferred.deferral import flush_orphans
 from rowstep._kernels import pool
 from rowstep._kernels.cache import Kernel
-from tests.helpers.deferred_cases import BAR, Forward, distance, embedding, step_caught_up, waiting, zipf
+from tests.helpers.deferred_cases import BAR, Forward, distance, embedding, in_memory, step_caught_up, waiting, zipf
 from tests.helpers.gradients import Snapshot, rows_of, step_with, table
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -242,6 +243,32 @@ def test_a_dropped_optimizer_flushes_by_a_kernel_that_has_run_or_by_none(
         assert torch.equal(*(model.weight for model in models))
     else:
         torch.testing.assert_close(*(model.weight for model in models))
+
+
+def test_a_forked_process_leaves_rows_in_shared_memory_to_its_parent() -> None:
+    torch.set_num_threads(1)
+    twins = waiting(embedding().share_memory())
+    before = in_memory(twins.model.weight)
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        try:
+            for read in (
+                lambda: twins.model(torch.tensor([35])),
+                twins.ours.flush,
+                twins.ours.state_dict,
+                lambda: step_with(twins.ours, twins.model.weight, rows_of(twins.model.weight, [0])),
+            ):
+                with pytest.raises(RuntimeError, match=r"opt\.flush\("):
+                    read()
+                refused += 1
+            twins.ours.__del__()
+        finally:
+            os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+    assert torch.equal(in_memory(twins.model.weight), before)
+    twins.run(3, rows=40)
+    twins.assert_same()
 
 
 def test_rows_may_wait_when_the_interpreter_exits() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import os
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .._backends import kernels_for, reference
+from .._memory import is_in_file
 from .._rule import Rule
 from .._rules.rounding import step_key
 from .._schedule import Path, Schedule
@@ -68,6 +70,8 @@ class Deferral:
         self.options, self.schedule, self._keeper = rule.waiting_options, schedule, keeper
         self.notes = torch.zeros(table.lead, dtype=torch.int32, device=table.param.device)
         """Per row, the step of the schedule at which it was last up to date."""
+        self.is_of_parent = False
+        """Whether this is a forked process, which shares the memory of the table but not the notes."""
         self._seed, self.rounds_weights = rule.seed, rule.rounds_weights_of(table.param.dtype)
         self.rounds = self.rounds_weights or table.spec.is_rounded
         self._swept = self._due(table)
@@ -81,11 +85,13 @@ class Deferral:
 
     def _attach_to(self, table: Table) -> None:
         self.table, self.columns = table, table.columns
-        self._waiting = [table.param, *(table.slots[name] for name in MOMENTS if name in table.slots)]
+        self._waiting: list[Any] = [table.param, *(table.slots[name] for name in MOMENTS if name in table.slots)]
         self.kernel: Any = None
         """The kernel that brings rows up to date, once one has been needed."""
         table.tell_kernels(self.notes)
         table.pending = self
+        if any(tensor.is_cpu and (tensor.is_shared() or is_in_file(tensor)) for tensor in self._waiting):
+            _in_shared_memory.add(self)
 
     @property
     def step(self) -> int:
@@ -156,6 +162,11 @@ class Deferral:
     def _look_again(self) -> None:
         """Raise unless what waits still belongs together, wherever it lies now."""
         table = self.table
+        if self.is_of_parent:
+            raise RuntimeError(
+                "rows of the table wait in the process that this one was forked from, and both share its memory, but "
+                "not what is known of the rows; expected none to wait. Call opt.flush() before the fork"
+            )
         if table.param.shape[:1] != table.lead:
             raise ValueError(
                 f"the parameter now has shape {tuple(table.param.shape)}; expected leading dimensions {table.lead}, as "
@@ -204,6 +215,20 @@ class Deferral:
             self._swept += last - first
 
 
+_in_shared_memory: weakref.WeakSet[Deferral] = weakref.WeakSet()
+"""Whose tables a forked process shares."""
+
+
+def _leave_to_parent() -> None:
+    for pending in list(_in_shared_memory):
+        pending.is_of_parent = True
+        pending.table.misplace()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 def begin(table: Table, rule: Rule, taken: int, others: Iterable[Deferral], keeper: weakref.ref[Any]) -> None:
     """Let the rows of a table wait from now on; every row is up to date, after the steps taken so far."""
     if not isinstance(table.state["step"], Tensor):
@@ -245,7 +270,8 @@ def flush_orphans(deferrals: Iterable[Deferral]) -> None:
     """
     with without_modes():
         for deferral in deferrals:
-            with contextlib.suppress(ValueError):  # the table was replaced by another: nothing waits in that one
+            # The table was replaced by another: nothing waits in that one. Or its rows are those of another process.
+            with contextlib.suppress(ValueError, RuntimeError):
                 deferral.flush(in_finalizer=True)
             deferral.release()
 
