@@ -6,6 +6,8 @@ s = T - k, the sum over the k steps in between of weights ``w`` that decay by ``
 
     M0, ebar, M2, M3, M4, M5        ebar = sum(w e) / sum(w)     Mn = sum(w (e/ebar - 1)^n)
 
+A seventh says for which v they are too few, and an eighth what weight decay leaves of p.
+
 Two tables hold them. The *window* covers the gaps 1..J, where J is the number of steps after which ``r^J`` is below
 float64's precision. A step makes each gap one longer and adds one term to its sums. A row that has waited longer than J
 needs its first J steps only, and those lie in the past for good: when a step leaves the window, its entry is *frozen*.
@@ -32,13 +34,13 @@ import numpy as np
 from ._rules.adam import corrections
 
 # The coefficients of a gap: columns of a table.
-M0, EBAR, M2, M3, M4, M5, UNSAFE_UP_TO = range(7)
-COEFFICIENTS = 7
+M0, EBAR, M2, M3, M4, M5, UNSAFE_UP_TO, KEPT = range(8)
+COEFFICIENTS = 8
 
 # What a kernel is told of a timeline: 64-bit words, then scalars.
 LENGTH, CAPACITY, BETA1_POWERS_AT, BETA2_POWERS_AT = range(4)
-FROZEN_AT, RATE_AT, ROOT_AT, KEPT_AT, LOG_KEPT_ERROR_AT, LOG_KEPT_AT, POWERS_AT = range(4, 11)
-SCALARS = 11
+FROZEN_AT, RATE_AT, ROOT_AT, KEPT_AT, LOG_KEPT_AT, POWERS_AT = range(4, 10)
+SCALARS = 10
 RATIO, GROWTH, EPS, TOLERANCE, HAS_TINY_MEANS = range(5)
 
 # The terms beyond the window are smaller than this against the first.
@@ -50,6 +52,12 @@ _LONGEST_WINDOW = 1 << 16
 LARGEST = 1e30
 
 SMALLEST = 2.0**-1074
+
+# What weight decay leaves of a weight over any steps of a ring follows from running sums of logarithms. They are sums
+# of integers, so a difference has the same bits wherever the sums began: a resumed run goes on as if it had not ended.
+# One integer counts in units that hold a ring of the strongest decay, another in units that lose nothing when thousands
+# of equal addends are summed. The sums may overflow, their differences do not.
+COARSE, FINE = 2.0**-38, 2.0**-80
 
 # A momentum m moves a weight by at most m lr / eps * beta1 / (1 - beta1)^2 until it has died away. Below this share of
 # eps that is less than 1e-17 lr, since no window is long enough for a beta1 above 0.9994. It becomes 0 once it is also
@@ -92,30 +100,31 @@ class _Timeline:
     def __init__(self, path: Path) -> None:
         capacity = path.capacity
         self._path, self.capacity, self.newest, self._last = path, capacity, 0, capacity // 8
-        # lr with bias correction, sqrt(1 - beta2^t), what weight decay leaves of a weight, the running sum of its
-        # logarithms, and the error of that sum (Kahan's).
+        # lr with bias correction, sqrt(1 - beta2^t), what weight decay leaves of a weight, and the running sum of its
+        # logarithms, as two integers.
         self.rate, self.root, self.kept = np.zeros(capacity), np.ones(capacity), np.ones(capacity)
-        self.log_kept, self.log_kept_error = np.zeros(capacity), np.zeros(capacity)
+        self.log_kept = np.zeros((capacity, 2), np.int64)
         self.frozen = np.zeros((capacity, COEFFICIENTS))
-        self.told = self._told(self.log_kept)
+        self._tell()
 
-    def _told(self, log_kept: Any) -> tuple[Any, ...]:
-        """Where kernels find what they are told, and what of it may be replaced meanwhile: to be held with it."""
-        path, told = self._path, np.empty(SCALARS + 5, np.int64)
+    def _tell(self) -> None:
+        """Write what kernels are told."""
+        path, self._told = self._path, np.empty(SCALARS + 5, np.int64)
         rings = (
-            path.beta1_powers, path.beta2_powers, self.frozen, self.rate, self.root, self.kept, self.log_kept_error,
-            log_kept, path.powers,
+            path.beta1_powers, path.beta2_powers, self.frozen, self.rate, self.root, self.kept, self.log_kept,
+            path.powers,
         )  # fmt: skip
-        told[:SCALARS] = path.window_length, path.capacity, *(array.ctypes.data for array in rings)
-        told[SCALARS:].view(np.float64)[:] = path.ratio, path.growth, path.eps, path.tolerance, path.has_tiny_means
-        return told.ctypes.data, told, log_kept
+        self._told[:SCALARS] = path.window_length, path.capacity, *(array.ctypes.data for array in rings)
+        scalars = path.ratio, path.growth, path.eps, path.tolerance, path.has_tiny_means
+        self._told[SCALARS:].view(np.float64)[:] = scalars
+        self.told_at = self._told.ctypes.data
 
     def copy(self, newest: int) -> _Timeline:
         """A timeline of its own for the step after ``newest``."""
         copied = copy.copy(self)
-        for name in ("rate", "root", "kept", "log_kept", "log_kept_error", "frozen"):
+        for name in ("rate", "root", "kept", "log_kept", "frozen"):
             setattr(copied, name, getattr(self, name).copy())
-        copied.told = copied._told(copied.log_kept)
+        copied._tell()
         copied.newest, copied._last = newest, newest + self.capacity // 8
         return copied
 
@@ -135,20 +144,17 @@ class _Timeline:
         slot, before = number % self.capacity, (number - 1) % self.capacity
         self.rate[slot], self.root[slot], self.kept[slot] = step
         self.frozen[(number - self._path.window_length) % self.capacity] = frozen
-        # Kahan's sum: thousands of equal addends would round the same way every time.
-        addend = math.log(step[2]) - self.log_kept_error[before]
-        total = self.log_kept[before] + addend
-        self.log_kept_error[slot] = (total - self.log_kept[before]) - addend
-        self.log_kept[slot] = total
+        log = math.log(step[2])
+        coarse = math.floor(log / COARSE)
+        self.log_kept[slot] = self.log_kept[before] + np.array([coarse, math.floor((log - coarse * COARSE) / FINE)])
 
-    def count(self, number: int) -> None:
-        """The steps up to this one have been written."""
-        changed: dict[str, Any] = {"newest": number}
-        total = self.log_kept[number % self.capacity]
-        if total < -1:  # only differences count, and those of small numbers are the better ones
-            log_kept = self.log_kept - total
-            changed |= {"log_kept": log_kept, "told": self._told(log_kept)}
-        vars(self).update(changed)
+    def kept_since(self, steps: Any, now: int) -> Any:
+        """What weight decay leaves of a weight that was up to date at these steps."""
+        coarse, fine = (self.log_kept[now % self.capacity] - self.log_kept[steps % self.capacity]).T
+        return np.exp(coarse * COARSE + fine * FINE)
+
+
+_NO_GAP = [0.0] * KEPT + [1.0]  # the coefficients of a row that is up to date
 
 
 class Window:
@@ -202,7 +208,7 @@ class Path:
     def begin(self) -> Schedule:
         """The schedule before the first step."""
         window = Window(self.window_length)
-        window.sums[:], window.first[:], window.table[:] = 0, 1, 0
+        window.sums[:], window.first[:], window.table[:] = 0, 1, _NO_GAP
         return Schedule(self, 0, window, _Timeline(self))
 
     def step_with(self, lr: Any, weight_decay: float, number: int) -> _Step:
@@ -221,7 +227,8 @@ class Path:
             after.sums[:] = self.powers * np.array([[rate * root**n] for n in range(7)])
             after.sums[:, 1:] += window.sums[:, :-1] * kept
             after.first[1:], after.first[0] = window.first[:-1], root * self.growth
-            after.table[0], after.table[1:] = 0, self._coefficients_of(after.sums, after.first)
+            after.table[0], after.table[1:, :KEPT] = _NO_GAP, self._coefficients_of(after.sums, after.first)
+            after.table[1:, KEPT] = window.table[:-1, KEPT] * kept
             return after
 
     def _coefficients_of(self, sums: Any, first: Any) -> Any:
@@ -231,7 +238,7 @@ class Path:
         mean = np.divide(sums[1], total, out=np.ones_like(total), where=some)
         # The sums in multiples of the mean, of which the first is the total: Mn by the binomial theorem.
         _, _, second, third, fourth, fifth, sixth = sums * mean ** -np.arange(7.0)[:, None]
-        columns = np.empty((COEFFICIENTS, self.window_length))
+        columns = np.empty((KEPT, self.window_length))
         columns[M0], columns[EBAR] = total, self.eps * mean
         columns[M2] = second - total
         columns[M3] = third - 3 * second + 2 * total
@@ -277,7 +284,7 @@ class Schedule:
             after = window_after if kernels is None else kernels.window_after
             window = after(path, self._window, step, timeline, number)
             if number > timeline.newest:
-                timeline.count(number)
+                timeline.newest = number  # it has been written
             following = Schedule(path, number, window, timeline)
             self._next = step, weakref.ref(following)
         return following
@@ -287,25 +294,22 @@ class Schedule:
         """The coefficients of the gaps 0 to ``window_length``."""
         return self._window.table
 
-    def coefficients(self, since: Any) -> tuple[Any, Any, Any]:
-        """For rows up to date at the steps ``since``: coefficients, what decay leaves of p, and of the past sum."""
+    def coefficients(self, since: Any) -> tuple[Any, Any]:
+        """For rows up to date at the steps ``since``: coefficients, and what later decay leaves of frozen ones."""
         path, gap = self.path, self.step - since
         young = gap <= path.window_length
         table = np.where(
             young[:, None], self._window.table[np.where(young, gap, 0)], self.timeline.frozen[since % path.capacity]
         )
-        now = self.timeline.log_kept[self.step % path.capacity]
-        kept = np.exp(now - self.timeline.log_kept[since % path.capacity])
-        aged = np.exp(now - self.timeline.log_kept[(since + path.window_length) % path.capacity])
-        return table, kept, np.where(young, 1.0, aged)
+        return table, np.where(young, 1.0, self.timeline.kept_since(since + path.window_length, self.step))
 
     def terms(self, since: int) -> tuple[Any, Any]:
         """The weights w and the e of every step that a row, up to date at ``since``, still has to take."""
         path = self.path
         count = min(self.step - since, path.window_length)
-        slots = np.arange(since + 1, since + count + 1) % path.capacity
-        powers = np.arange(1, count + 1)
-        kept = np.exp(self.timeline.log_kept[self.step % path.capacity] - self.timeline.log_kept[slots])
+        steps = np.arange(since + 1, since + count + 1)
+        slots, powers = steps % path.capacity, np.arange(1, count + 1)
+        kept = self.timeline.kept_since(steps, self.step)
         # An e beyond float64 belongs to a term that is 0. No np.errstate here, which sets a context variable: garbage
         # collection may call this, and where it comes in the middle of another np.errstate, Python 3.11 goes on with
         # one that is freed.

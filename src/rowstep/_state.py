@@ -320,7 +320,10 @@ def counting(state: State, count: int) -> tuple[Any, ...]:
     return state.__setitem__, "step", count_tensor(count)
 
 
-def count_tensor(count: float, device: torch.device | None = None) -> Tensor:
+_CPU = torch.device("cpu")
+
+
+def count_tensor(count: float, device: torch.device = _CPU) -> Tensor:
     """A ``step`` as torch.optim.Adam keeps it, and from 2^24 on in the dtype that can go on counting."""
     dtype = torch.float32 if count < largest_count(torch.float32) else torch.float64
     return torch.tensor(float(count), dtype=dtype, device=device)

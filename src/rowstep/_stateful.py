@@ -17,7 +17,7 @@ from . import _fork, _part, _surgery
 from ._commit import is_averaged_table
 from ._loading import check_slots, check_states, check_structure, separate_counts, uncast_slots
 from ._options import HOW_TORCH_STEPS, check_group, check_learning_rate, parameter_name
-from ._state import State, StateSpec, misfit, row_moment_flaw
+from ._state import State, StateSpec, count_tensor, misfit, row_moment_flaw
 from ._state_files import StateFiles
 from ._surgery import Init
 from ._table import Table
@@ -197,7 +197,7 @@ class StatefulOptimizer(Optimizer):
                         spec = of_tables if is_table else StateSpec.under(group, in_a_table=False)
                         # A Tensor whatever the gradients will be: torch's checkpoints read either kind into a Tensor,
                         # but only an int into an int.
-                        state.setdefault("step", torch.zeros((), dtype=torch.float32))
+                        state.setdefault("step", count_tensor(0))
                         with self._files.all_or_none():
                             made, lost = self._files.make(param, state, spec)
                         spec.install(state, made)

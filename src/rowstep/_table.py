@@ -49,7 +49,7 @@ class Table:
         m, v = self.slots.get("exp_avg"), self.slots["exp_avg_sq_row" if spec.is_by_row else "exp_avg_sq"]
         self.dtypes = (param.dtype, v.dtype if m is None else m.dtype, v.dtype)
         tensors = (param, *self.slots.values())
-        self._place = (param, *_memory_of(param), param.shape, param.stride())
+        self._place: tuple[Any, ...] = (param, *_memory_of(param), param.shape, param.stride())
         self._pieces = [
             (name, slot, *_memory_of(slot), None if slot.is_inference() else writes_to(slot), slot.shape, slot.stride())
             for name, slot in self.slots.items()
@@ -126,6 +126,10 @@ class Table:
             ):
                 return False
         return True
+
+    def misplace(self) -> None:
+        """From now on, do not find it in place."""
+        self._place = (self.param, -1, *self._place[2:])
 
     @property
     def row_count(self) -> int:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rowstep import DeferredAdam, DeferredAdamW
 from tests.helpers.copies import objects_through_a_file, pickled
 from tests.helpers.deferred_cases import BAR, Twins, bag, distance, embedding, in_memory, waiting, zipf
 
@@ -142,3 +143,38 @@ def test_a_second_optimizer_of_torchs_takes_over() -> None:
             model(ids).square().sum().backward()
             optimizer.step()
     assert_same_weights(twins.model, twins.twin)
+
+
+@pytest.mark.parametrize("make", [DeferredAdam, DeferredAdamW])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"second_moment": "row"}, {"state_dtype": torch.bfloat16}, {"dtype": torch.float64, "amsgrad": True}],
+    ids=str,
+)
+def test_a_resumed_run_has_the_bits_of_one_that_saved_and_went_on(make: Any, options: dict[str, Any]) -> None:
+    """Also of rows that catch up in turn, or have waited for longer than a row's momentum acts."""
+    rows, saved_at, dtype = 20_000, 30, options.get("dtype", torch.float32)
+    options = {name: value for name, value in options.items() if name != "dtype"}
+
+    def begin() -> tuple[Any, Any]:
+        model = embedding(rows, 2, dtype=dtype)
+        return model, make(model.parameters(), betas=(0.3, 0.9), **options)
+
+    def train(model: Any, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            torch.manual_seed(step)
+            optimizer.param_groups[0]["lr"] = 0.01 * (1 + step % 7)
+            optimizer.zero_grad()
+            model(torch.randint(rows, (500,))).square().sum().backward()
+            optimizer.step()
+
+    one, other = begin(), begin()
+    train(*one, range(saved_at))
+    for new, old in zip(other, pickled([part.state_dict() for part in one]), strict=True):
+        new.load_state_dict(old)
+    for model, optimizer in (one, other):
+        train(model, optimizer, range(saved_at, 100))
+        optimizer.flush()
+    assert torch.equal(one[0].weight, other[0].weight)
+    for name, slot in one[1].state[one[0].weight].items():
+        assert torch.equal(slot, other[1].state[other[0].weight][name]), name

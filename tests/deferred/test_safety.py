@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import re
+import subprocess
+import sys
+import textwrap
+import threading
 from typing import Any
 
 import numpy as np
@@ -11,9 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rowstep import DeferredAdam, DeferredAdamW, StaleRowsError
+from rowstep import DeferredAdam, DeferredAdamW, SparseAdam, StaleRowsError
+from rowstep._backends import reference
 from rowstep._deferred.deferral import flush_orphans
-from tests.helpers.deferred_cases import BAR, Forward, distance, embedding, waiting, zipf
+from rowstep._kernels import pool
+from rowstep._kernels.cache import Kernel
+from tests.helpers.deferred_cases import BAR, Forward, distance, embedding, in_memory, step_caught_up, waiting, zipf
 from tests.helpers.gradients import Snapshot, rows_of, step_with, table
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -168,6 +177,116 @@ def test_a_lookup_with_invalid_ids_raises_torchs_error(name: str) -> None:
         functional.embedding(ids, twins.model.weight)  # type: ignore[arg-type]
     twins.run(3, rows=40)
     twins.assert_same()
+
+
+def in_a_thread(drop: Any) -> None:
+    thread = threading.Thread(target=drop)
+    thread.start()
+    thread.join()
+
+
+def in_another_step(drop: Any) -> None:
+    """Of a layer: that of a table might have to compile."""
+    layer = nn.Parameter(torch.ones(3))
+    optimizer, count = SparseAdam([layer]), SparseAdam._count
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SparseAdam, "_count", lambda self, jobs: (drop(), count(self, jobs)))
+        step_with(optimizer, layer, torch.ones(3))
+
+
+def while_threads_are_at_work(drop: Any) -> None:
+    """Those of another launch, which somebody else waits for."""
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with pool._one_at_a_time:
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    try:
+        in_a_thread(drop)
+    finally:
+        done.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("where", [in_a_thread, in_another_step, while_threads_are_at_work])
+@pytest.mark.parametrize("has_run", [True, False], ids=["a kernel that has run", "no kernel"])
+def test_a_dropped_optimizer_flushes_by_a_kernel_that_has_run_or_by_none(
+    where: Any, has_run: bool, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without compiling or waiting, wherever garbage collection comes."""
+    monkeypatch.setattr(pool, "PARALLEL_FROM_BYTES", 1)
+    torch.set_num_threads(2)
+    models = [nn.Embedding(3000, 4, sparse=True) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers: list[Any] = [DeferredAdamW(model.parameters(), lr=0.1) for model in models]
+    for ids in (range(3000), range(9), range(9)):
+        gradient = rows_of(models[0].weight, list(ids))
+        for model, optimizer in zip(models, optimizers, strict=True):
+            step_caught_up(optimizer, model.weight, gradient.clone())
+    optimizers[1].flush()
+    if not has_run:
+        optimizers[0]._tables[id(models[0].weight)].pending.kernel = None
+    elif backend == "numba":
+        monkeypatch.setattr(reference, "catch_up", lambda *_: pytest.fail("the reference is slow"))
+    monkeypatch.setattr(Kernel, "_compiled", lambda self: pytest.fail("it compiles"))
+    cycle = [optimizers.pop(0)]
+    cycle.append(cycle)
+    del cycle, optimizer
+    where(gc.collect)
+    assert type(models[0].weight) is nn.Parameter
+    if has_run:
+        assert torch.equal(*(model.weight for model in models))
+    else:
+        torch.testing.assert_close(*(model.weight for model in models))
+
+
+def test_a_forked_process_leaves_rows_in_shared_memory_to_its_parent() -> None:
+    torch.set_num_threads(1)
+    twins = waiting(embedding().share_memory())
+    before = in_memory(twins.model.weight)
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        try:
+            for read in (
+                lambda: twins.model(torch.tensor([35])),
+                twins.ours.flush,
+                twins.ours.state_dict,
+                lambda: step_with(twins.ours, twins.model.weight, rows_of(twins.model.weight, [0])),
+            ):
+                with pytest.raises(RuntimeError, match=r"opt\.flush\("):
+                    read()
+                refused += 1
+            twins.ours.__del__()
+        finally:
+            os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+    assert torch.equal(in_memory(twins.model.weight), before)
+    twins.run(3, rows=40)
+    twins.assert_same()
+
+
+def test_rows_may_wait_when_the_interpreter_exits() -> None:
+    program = """
+        import torch
+        from rowstep import DeferredAdamW
+        model = torch.nn.Embedding(300, 4, sparse=True)
+        for _ in range(2):
+            optimizer = DeferredAdamW(model.parameters())
+            for _ in range(3):
+                model(torch.arange(9)).sum().backward()
+                optimizer.step()
+            cycle = [optimizer]
+            cycle.append(cycle)
+    """
+    source = textwrap.dedent(program)
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_finalizer_sets_no_context_variable(monkeypatch: pytest.MonkeyPatch) -> None:

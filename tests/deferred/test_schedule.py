@@ -10,7 +10,7 @@ from decimal import Decimal, localcontext
 
 import numpy as np
 
-from rowstep._schedule import Path, Schedule
+from rowstep._schedule import KEPT, Path, Schedule
 from tests.helpers.deferred_cases import LONG
 
 
@@ -38,7 +38,8 @@ def test_a_long_run_does_not_drift_and_does_not_grow() -> None:
         kept.append(1 - lr * 0.01)
     assert footprint(schedule) == memory
     gaps = [1, 57, 500, schedule.path.capacity - 1]
-    _, left, _ = schedule.coefficients(schedule.step - np.array(gaps))
+    terms, aged = schedule.coefficients(schedule.step - np.array(gaps))
+    left = terms[:, KEPT] * aged
     with localcontext(prec=50):
         for gap, found in zip(gaps, left, strict=True):
             assert abs(found - float(math.prod(map(Decimal, kept[-gap:]), start=Decimal(1)))) <= 2e-14

@@ -137,6 +137,11 @@ def test_what_is_made_lies_beside_the_table_whatever_the_default_device_is(optim
             made.step()
         select_rows_(params[2], rows)
         made.state_dict()
+        allocated = optimizer(params[2:])
+        allocated.allocate_state()
     finally:
         torch.set_default_device(None)
     assert all(param.grad is not None and param.grad.is_cpu for param in params)
+    states = [*made.state.values(), *allocated.state.values()]
+    assert all(slot.is_cpu for state in states for slot in state.values() if isinstance(slot, torch.Tensor))
+    assert [int(state["step"]) for state in states] == [2, 2, 0]

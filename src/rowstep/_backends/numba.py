@@ -202,11 +202,22 @@ def norm(gradient: RowGradient, power: float) -> float:
         return float(sums.max() if power == math.inf else sums.sum() ** (1 / power))
 
 
-def catch_up(pending: Any, rows: Tensor | range) -> bool:
-    """Bring these rows of a table from the steps in their notes to the schedule's; False if one is not in the table."""
+def catch_up_in_finalizer(pending: Any, rows: range) -> bool:
+    """``catch_up`` where nothing may be compiled and no lock waited for: on this thread alone, by machine code or not
+    by kernels at all.
+    """
+    if pending.kernel is None or not pending.kernel.kernel.is_compiled:
+        return reference.catch_up(pending, rows)
+    return catch_up(pending, rows, most_threads=1)
+
+
+def catch_up(pending: Any, rows: Tensor | range, most_threads: int = 0) -> bool:
+    """Bring these rows of a table from the steps in their notes to the schedule's; False if one is not in the table.
+
+    On as many threads as torch has, unless told otherwise.
+    """
     table, kernel, columns = pending.table, pending.kernel, pending.columns
     schedule = pending.schedule  # a handler that steps puts another in its place
-    timeline_at, *_held = schedule.timeline.told
     if isinstance(rows, range):
         ids_at, first, last = 0, rows.start, rows.stop
     else:
@@ -219,14 +230,14 @@ def catch_up(pending: Any, rows: Tensor | range) -> bool:
         p, m, v = stored
         kind = catching_up.Kind(p, m, v, number, **_none_if_off(options))
         kernel = pending.kernel = catching_up.catching_up(kind)
-    threads, pace, most_threads = 1, None, torch.get_num_threads()
+    threads, pace, most_threads = 1, None, most_threads or torch.get_num_threads()
     if most_threads > 1:
         threads, pace = kernel.threads_for((last - first) * columns * table.dtypes[0].itemsize, most_threads)
     if threads > 1 and ids_at and catching_up.is_outside.call(ids_at, last, table.row_count):
         return False
     workspace, row_bytes = borrow(Workspace), (columns * kernel.number.bitwidth // 8 + 63) & -64
     told = _CATCH_UP.pack(
-        threads, ids_at, first, last, schedule.step, schedule.window_at, timeline_at,
+        threads, ids_at, first, last, schedule.step, schedule.window_at, schedule.timeline.told_at,
         pending.key if pending.rounds else 0, row_bytes,
     )  # fmt: skip
     told_at = workspace.tell(told + table.words, 2 * threads * row_bytes)
@@ -242,6 +253,5 @@ def catch_up(pending: Any, rows: Tensor | range) -> bool:
 def window_after(path: Path, window: Window, step: tuple[float, float, float], timeline: Any, number: int) -> Window:
     """The window after the ``number``-th step, which is written to the timeline unless it is there."""
     after = Window(path.window_length)
-    timeline_at, *_held = timeline.told
-    advance.call(window.at, after.at, timeline_at, number if number > timeline.newest else 0, *step)
+    advance.call(window.at, after.at, timeline.told_at, number if number > timeline.newest else 0, *step)
     return after

@@ -27,9 +27,10 @@ from .._table import OF_KERNELS, Job
 from .._torch_internals import note_writes
 from .._triton import catch_up as catching_up
 from .._triton import rows as over_rows
+from .reference import catch_up_in_finalizer
 from .reports import Report
 
-__all__ = ["Report", "window_after"]
+__all__ = ["Report", "catch_up_in_finalizer", "window_after"]
 
 # NVIDIA's and AMD's devices are both "cuda" to torch.
 _DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
@@ -235,20 +236,20 @@ class _Ring:
     """A timeline on a device: of each step the coefficients frozen for it, its rate, its root and what decay leaves."""
 
     def __init__(self) -> None:
-        self._newest, self._ring, self._log_kept = -1, torch.empty(0), np.empty(0)
+        self._newest, self._ring = -1, torch.empty(0)
 
     def up_to_date(self, schedule: Schedule, device: torch.device) -> Tensor:
         timeline, length, capacity = schedule.timeline, schedule.path.window_length, schedule.path.capacity
-        columns = (timeline.rate, timeline.root, timeline.log_kept)
-        newest, is_rebased = timeline.newest, timeline.log_kept is not self._log_kept
-        if newest == self._newest + 1 and not is_rebased:  # by far the most frequent: one step, and one entry frozen
+        newest, frozen = timeline.newest, timeline.frozen.view(np.int64)
+        columns = (timeline.rate.view(np.int64), timeline.root.view(np.int64), timeline.log_kept)
+        if newest == self._newest + 1:  # by far the most frequent: one step, and one entry frozen
             slot, leaving = newest % capacity, (newest - length) % capacity
-            sent = _sent(np.array([*timeline.frozen[leaving], *(column[slot] for column in columns)]), device)
+            sent = _sent(np.hstack((frozen[leaving], *(column[slot] for column in columns))), device)
             self._ring[leaving, :COEFFICIENTS].copy_(sent[:COEFFICIENTS])
             self._ring[slot, COEFFICIENTS:].copy_(sent[COEFFICIENTS:])
-        elif newest != self._newest or is_rebased:
-            self._ring = _sent(np.column_stack((timeline.frozen, *columns)), device)
-        self._newest, self._log_kept = newest, timeline.log_kept
+        elif newest != self._newest:
+            self._ring = _sent(np.column_stack((frozen, *columns)), device)
+        self._newest = newest
         return self._ring
 
 

@@ -82,9 +82,14 @@ class Kernel:
             return self._dispatcher.compile(self._types)
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether a call does nothing but call machine code."""
+        return self.call != self._compile_and_call
+
+    @property
     def address(self) -> int:
         """Where the machine code begins, for other kernels."""
-        self._compiled()
+        self.call = self._compiled()
         return internals.address_of_code(self._dispatcher.overloads[self._types])
 
 

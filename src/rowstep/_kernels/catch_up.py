@@ -13,12 +13,13 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types
+from numba import njit, types
 
 from .._schedule import (
-    BETA1_POWERS_AT, BETA2_POWERS_AT, CAPACITY, COEFFICIENTS, DUST_OF_EPS, EBAR, EPS, FROZEN_AT, GROWTH, LENGTH,
-    LOG_KEPT_AT, M0, M2, M3, M4, M5, RATE_AT, RATIO, ROOT_AT, SCALARS, UNSAFE_UP_TO,
+    BETA1_POWERS_AT, BETA2_POWERS_AT, CAPACITY, COARSE, COEFFICIENTS, DUST_OF_EPS, EBAR, EPS, FINE, FROZEN_AT, GROWTH,
+    KEPT, LENGTH, LOG_KEPT_AT, M0, M2, M3, M4, M5, RATE_AT, RATIO, ROOT_AT, SCALARS, UNSAFE_UP_TO,
 )  # fmt: skip
+from . import INLINE
 from .cache import kernel
 from .floats import narrow, store, widen
 from .job import COLUMNS, M_AT, NOTES_AT, P_AT, TABLE_FROM, TABLE_WORDS, U_AT, V_AT
@@ -88,7 +89,7 @@ def catching_up(kind: Kind) -> OverThreads:
         words = pointer(timeline_at, types.int64)
         scalars = pointer(timeline_at + SCALARS * 8, types.float64)
         length, capacity = words[LENGTH], words[CAPACITY]
-        log_kept, rate = pointer(words[LOG_KEPT_AT], types.float64), pointer(words[RATE_AT], types.float64)
+        log_kept, rate = pointer(words[LOG_KEPT_AT], types.int64), pointer(words[RATE_AT], types.float64)
         correction = pointer(words[ROOT_AT], types.float64)
         beta1_powers = pointer(words[BETA1_POWERS_AT], types.float64)
         beta2_powers = pointer(words[BETA2_POWERS_AT], types.float64)
@@ -97,7 +98,7 @@ def catching_up(kind: Kind) -> OverThreads:
         sums, roots = pointer(sums_at, N), pointer(sums_at + told[ROW_BYTES], N)
         p_bytes, m_bytes, v_bytes = columns * p_size, columns * m_size, (1 if is_by_row else columns) * v_size
         dust, zero, one = N(min(normal, scalars[EPS] * DUST_OF_EPS)), N(0), N(1)
-        now = log_kept[step % capacity]
+        now_coarse, now_fine = log_kept[2 * (step % capacity)], log_kept[2 * (step % capacity) + 1]
         if ids_at != 0:
             outside, limit = np.uint64(0), np.uint64(table[0])
             for position in range(first, last):
@@ -128,11 +129,12 @@ def catching_up(kind: Kind) -> OverThreads:
             start = np.int64(notes[row])
             gap = step - start
             notes[row] = np.int32(step)
-            kept, aged, count = math.exp(now - log_kept[start % capacity]), 1.0, min(gap, length)
+            aged, count = 1.0, min(gap, length)
             terms = pointer(window_at + count * COEFFICIENTS * 8, types.float64)
             if gap > length:
                 terms = pointer(words[FROZEN_AT] + start % capacity * COEFFICIENTS * 8, types.float64)
-                aged = math.exp(now - log_kept[(start + length) % capacity])
+                aged = kept_since(log_kept, now_coarse, now_fine, (start + length) % capacity)
+            kept = terms[KEPT] * aged
             p, m = pointer(p_at + row * p_bytes, P), pointer(m_at + row * m_bytes, M)
             v, u = pointer(v_at + row * v_bytes, V), pointer(u_at + row * v_bytes, V)
             m_key, p_key = state_key(row, key), weights_key(row, key)
@@ -167,7 +169,7 @@ def catching_up(kind: Kind) -> OverThreads:
                     move, scale = 1 / (root + normal), 0.0
                     for j in range(1, count + 1):
                         slot = (start + j) % capacity
-                        weight = rate[slot] * math.exp(now - log_kept[slot]) * scalars[RATIO] ** j
+                        weight = rate[slot] * kept_since(log_kept, now_coarse, now_fine, slot) * scalars[RATIO] ** j
                         e = max(scalars[EPS] * correction[slot] * scalars[GROWTH] ** j, normal)
                         scale += weight * ((root + normal) / (root + e))
                 move_n, scale_n = N(move), N(scale)
@@ -208,7 +210,9 @@ def catching_up(kind: Kind) -> OverThreads:
                         roots[c] = math.sqrt(widen(u[c], N) if has_maximum else widen(v[c], N))
                     for j in range(1, count + 1):
                         slot = (start + j) % capacity
-                        weight_n = N(rate[slot] * math.exp(now - log_kept[slot]) * scalars[RATIO] ** j)
+                        weight_n = N(
+                            rate[slot] * kept_since(log_kept, now_coarse, now_fine, slot) * scalars[RATIO] ** j
+                        )
                         e_n = N(max(scalars[EPS] * correction[slot] * scalars[GROWTH] ** j, normal))
                         for c in range(columns):
                             sums[c] += weight_n * (widen(m[c], N) / (roots[c] + e_n))
@@ -229,6 +233,12 @@ def catching_up(kind: Kind) -> OverThreads:
 
     catch_up_part.__name__ = catch_up_part.__qualname__ = kind.name
     return OverThreads(kernel(types.int64, types.int64)(catch_up_part), N)
+
+
+@njit(**INLINE)
+def kept_since(log_kept, coarse, fine, slot):
+    """What weight decay leaves of a weight since the step in this slot, up to one with these sums of logarithms."""
+    return math.exp((coarse - log_kept[2 * slot]) * COARSE + (fine - log_kept[2 * slot + 1]) * FINE)
 
 
 @kernel(*[types.int64] * 3)

@@ -4,11 +4,12 @@ from __future__ import annotations  # noqa: I001  a timeline's words on a few li
 
 import math
 
+import numpy as np
 from numba import types
 
 from .._schedule import (
-    CAPACITY, COEFFICIENTS, EBAR, EPS, FROZEN_AT, GROWTH, HAS_TINY_MEANS, KEPT_AT, LARGEST, LENGTH, LOG_KEPT_AT,
-    LOG_KEPT_ERROR_AT, M0, M2, M3, M4, M5, POWERS_AT, RATE_AT, ROOT_AT, SCALARS, SMALLEST, TOLERANCE, UNSAFE_UP_TO,
+    CAPACITY, COARSE, COEFFICIENTS, EBAR, EPS, FINE, FROZEN_AT, GROWTH, HAS_TINY_MEANS, KEPT, KEPT_AT, LARGEST,
+    LENGTH, LOG_KEPT_AT, M0, M2, M3, M4, M5, POWERS_AT, RATE_AT, ROOT_AT, SCALARS, SMALLEST, TOLERANCE, UNSAFE_UP_TO,
 )  # fmt: skip
 from .cache import kernel
 from .pointers import pointer
@@ -27,7 +28,7 @@ def advance(before_at, after_at, timeline_at, number, rate, root, kept):
     power = pointer(words[POWERS_AT], _F64)
     before, e1_before = pointer(before_at, _F64), pointer(before_at + 7 * length * 8, _F64)
     after, e1 = pointer(after_at, _F64), pointer(after_at + 7 * length * 8, _F64)
-    terms = pointer(after_at + 8 * length * 8, _F64)
+    terms_before, terms = pointer(before_at + 8 * length * 8, _F64), pointer(after_at + 8 * length * 8, _F64)
     weight = rate
     for n in range(7):
         row = n * length
@@ -62,14 +63,16 @@ def advance(before_at, after_at, timeline_at, number, rate, root, kept):
             safe += SMALLEST
         gap[UNSAFE_UP_TO] = safe
         is_good = abs(sixth) < LARGEST
-        for column in range(COEFFICIENTS):
+        for column in range(KEPT):
             is_good &= abs(gap[column]) < LARGEST
         if not is_good:
-            for column in range(COEFFICIENTS):
+            for column in range(KEPT):
                 gap[column] = 0.0
             gap[UNSAFE_UP_TO] = math.inf
-    for column in range(COEFFICIENTS):
+        gap[KEPT] = terms_before[k * COEFFICIENTS + KEPT] * kept
+    for column in range(KEPT):
         terms[column] = 0.0
+    terms[KEPT] = 1.0
     if number == 0:
         return 0
     capacity = words[CAPACITY]
@@ -80,9 +83,8 @@ def advance(before_at, after_at, timeline_at, number, rate, root, kept):
     frozen = pointer(words[FROZEN_AT], _F64)
     for column in range(COEFFICIENTS):
         frozen[leaving * COEFFICIENTS + column] = terms[length * COEFFICIENTS + column]
-    log_kept, log_kept_error = pointer(words[LOG_KEPT_AT], _F64), pointer(words[LOG_KEPT_ERROR_AT], _F64)
-    addend = math.log(kept) - log_kept_error[before_slot]
-    total = log_kept[before_slot] + addend
-    log_kept_error[slot] = (total - log_kept[before_slot]) - addend
-    log_kept[slot] = total
+    log_kept, log = pointer(words[LOG_KEPT_AT], _I), math.log(kept)
+    coarse = np.int64(math.floor(log / COARSE))
+    log_kept[2 * slot] = log_kept[2 * before_slot] + coarse
+    log_kept[2 * slot + 1] = log_kept[2 * before_slot + 1] + np.int64((log - coarse * COARSE) / FINE)
     return 0

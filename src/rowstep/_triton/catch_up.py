@@ -9,13 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .._schedule import COEFFICIENTS, EBAR, M0, M2, M3, M4, M5, UNSAFE_UP_TO
+from .._schedule import COARSE, COEFFICIENTS, EBAR, FINE, KEPT, M0, M2, M3, M4, M5, UNSAFE_UP_TO
 from .numbers import bits_of, load, root, state_key, store, weights_key, widen
 
-# On the device a step has the coefficients that were frozen for it and, behind them, what it was like.
-_COEFFICIENTS, _RING_COLUMNS = tl.constexpr(COEFFICIENTS), tl.constexpr(COEFFICIENTS + 3)
+# On the device a step has the coefficients that were frozen for it and, behind them, what it was like. All of it is
+# sent as integers, since the logarithms of what decay leaves are two integers; the rest are the bits of floats.
+_COEFFICIENTS, _RING_COLUMNS = tl.constexpr(COEFFICIENTS), tl.constexpr(COEFFICIENTS + 4)
 _RATE, _ROOT, _LOG_KEPT = (tl.constexpr(COEFFICIENTS + n) for n in range(3))
-_M0, _EBAR, _M2, _M3, _M4, _M5, _UNSAFE_UP_TO = map(tl.constexpr, (M0, EBAR, M2, M3, M4, M5, UNSAFE_UP_TO))
+_COARSE, _FINE = tl.constexpr(COARSE), tl.constexpr(FINE)
+_M0, _EBAR, _M2, _M3, _M4, _M5 = map(tl.constexpr, (M0, EBAR, M2, M3, M4, M5))
+_UNSAFE_UP_TO, _KEPT = tl.constexpr(UNSAFE_UP_TO), tl.constexpr(KEPT)
 
 
 @triton.jit
@@ -23,7 +26,16 @@ def coefficient(place, n: tl.constexpr):
     """One of a gap's coefficients: in the window or, of a longer gap, frozen."""
     window, ring, gap, length, frozen_at = place
     in_window = tl.load(window + gap * _COEFFICIENTS + n, mask=gap <= length, other=0.0)
-    return in_window + tl.load(ring + frozen_at * _RING_COLUMNS + n, mask=gap > length, other=0.0)
+    frozen = tl.load(ring + frozen_at * _RING_COLUMNS + n, mask=gap > length, other=0)
+    return in_window + frozen.to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def kept_since(ring, now, slot):
+    """What weight decay leaves of a weight from the step in this slot to the one in ``now``."""
+    until, since = ring + now * _RING_COLUMNS + _LOG_KEPT, ring + slot * _RING_COLUMNS + _LOG_KEPT
+    coarse, fine = tl.load(until) - tl.load(since), tl.load(until + 1) - tl.load(since + 1)
+    return tl.exp(coarse.to(tl.float64) * _COARSE + fine.to(tl.float64) * _FINE)
 
 
 @triton.jit
@@ -61,11 +73,10 @@ def catch_up_rows(
     tl.debug_barrier()  # every warp has read what one of them writes
     tl.store(notes + row, step.to(tl.int32))
 
-    now = tl.load(ring + step % capacity * _RING_COLUMNS + _LOG_KEPT)
-    kept = tl.exp(now - tl.load(ring + start % capacity * _RING_COLUMNS + _LOG_KEPT)).to(N)
-    aged = tl.exp(now - tl.load(ring + (start + length) % capacity * _RING_COLUMNS + _LOG_KEPT))
-    aged = tl.where(gap > length, aged, 1.0).to(N)
+    now = step % capacity
     place = (window, ring, gap, length, start % capacity)
+    aged = tl.where(gap > length, kept_since(ring, now, (start + length) % capacity), 1.0)
+    kept, aged = (coefficient(place, _KEPT) * aged).to(N), aged.to(N)
     power1, power2 = tl.exp(gap.to(tl.float64) * log_beta1), tl.exp(gap.to(tl.float64) * log_beta2)
     bound = coefficient(place, _UNSAFE_UP_TO)
     bound = tl.where(bound > 0, bound, -1.0).to(N)  # no second moment is below that
@@ -101,11 +112,13 @@ def catch_up_rows(
                 moves, divisor_root = tl.zeros((BLOCK,), N), root(divisor)
                 weight, e = tl.full((), 1.0, tl.float64), tl.full((), eps, tl.float64)
                 for j in range(1, tl.minimum(gap, length) + 1):
-                    entry = ring + (start + j) % capacity * _RING_COLUMNS
+                    slot = (start + j) % capacity
+                    entry = ring + slot * _RING_COLUMNS
                     weight, e = weight * ratio, e * growth
-                    kept_since = tl.exp(now - tl.load(entry + _LOG_KEPT))
-                    w_j = tl.load(entry + _RATE) * kept_since * weight
-                    e_j = tl.maximum(tl.load(entry + _ROOT) * e, tl.full((), smallest, tl.float64))
+                    rate = tl.load(entry + _RATE).to(tl.float64, bitcast=True)
+                    correction = tl.load(entry + _ROOT).to(tl.float64, bitcast=True)
+                    w_j = rate * kept_since(ring, now, slot) * weight
+                    e_j = tl.maximum(correction * e, tl.full((), smallest, tl.float64))
                     moves += w_j.to(N) * (m_c / (divisor_root + e_j.to(N)))
             p_c = p_c - moves
             m_c = aged_by(m_c, power1)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..._schedule import DUST_OF_EPS, EBAR, M0, M2, M3, M4, M5, UNSAFE_UP_TO, Schedule
+from ..._schedule import DUST_OF_EPS, EBAR, KEPT, M0, M2, M3, M4, M5, UNSAFE_UP_TO, Schedule
 from ..._state import compute_dtype
 from .adam import RowsOf
 from .rounding import Noise
@@ -39,9 +39,9 @@ def _catch_up(pending: Any, rows: Tensor) -> None:
     dtype = compute_dtype(*table.dtypes)
     start = notes.view(-1)[rows].cpu().numpy().astype(np.int64)
     gaps = schedule.step - start
-    terms, kept, aged = (torch.from_numpy(array).to(rows.device) for array in schedule.coefficients(start))
+    terms, aged = (torch.from_numpy(array).to(rows.device) for array in schedule.coefficients(start))
     p, v = (place.read(tensor, dtype) for tensor in (param, second))
-    p, m = kept.to(dtype).unsqueeze(1) * p, None
+    p, m = (terms[:, KEPT] * aged).to(dtype).unsqueeze(1) * p, None
     if spec.has_momentum:
         m = place.read(slots["exp_avg"], dtype)
         divisor = place.read(slots["max_exp_avg_sq"], dtype) if spec.amsgrad else v
