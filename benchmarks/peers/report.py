@@ -57,7 +57,7 @@ def grids(measurements: Sequence[Measurement]) -> dict[str, Grid]:
     made = {}
     for kind, peers in PEERS.items():
         if any(measured.kind == kind for measured in measurements):
-            title = f"times as long as {peers[0].name}, by medians (by minima)"
+            title = f"times as long as {peers[0].name}, by medians"
             made[f"{kind}-ratios"] = _by_peer(kind, measurements, peers[1:], _ratio, title)
             title = "median (min) in ms"
             made[f"{kind}-times"] = _by_peer(kind, measurements, peers, lambda entry: time(entry.timing), title)
@@ -89,7 +89,7 @@ def _cell(outcome: Outcome | None, name: str, cell: Callable[[Entry], str]) -> s
 
 
 def _ratio(entry: Entry) -> str:
-    return f"{multiple(entry.by_median)} ({multiple(entry.timing.min / entry.first.min)})"
+    return multiple(entry.by_median)
 
 
 def left_out(kind: str, measurements: Sequence[Measurement]) -> Iterator[str]:
@@ -103,13 +103,16 @@ def left_out(kind: str, measurements: Sequence[Measurement]) -> Iterator[str]:
 
 
 def contestants(versions: Mapping[str, Mapping[str, str]], missing: Mapping[str, str]) -> Grid:
-    """Who was asked, with which versions, and what is to be known about each."""
+    """Which versions the peers have that come from elsewhere, and what is to be known about each."""
     lines = []
     for peer in (*STEPS, *LOOPS):
-        found = ", ".join(f"{package} {version}" for package, version in versions.get(peer.name, {}).items())
-        if found or peer.name in missing:
-            lines.append([peer.name, peer.rule.value, found or f"missing: {missing[peer.name]}", peer.remark])
-    return Grid("Contestants", ["", "rule", "with", "remark"], lines, words=4)
+        packages = peer.packages if peer.environment else ()
+        found = ", ".join(f"{name} {versions[peer.name][name]}" for name in packages if peer.name in versions)
+        if peer.name in missing:
+            found = f"missing: {missing[peer.name]}"
+        if found or (peer.remark and peer.name in versions):
+            lines.append([peer.name, found, peer.remark])
+    return Grid("Contestants", ["", "with", "remark"], lines, words=3)
 
 
 def _curve(axis: str, measurements: Sequence[Measurement]) -> Grid:
