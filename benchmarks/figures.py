@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import memory, quality, rows
 from benchmarks.cases import LONG, short
-from benchmarks.contenders import ADAM, ROOFLINE, ROWSTEP, TORCH
+from benchmarks.contenders import ADAM, ROWSTEP, TORCH
 from benchmarks.deferred import DEFERRED, SPARSE
 from benchmarks.distributed.training import SHARDED, TORCH_DDP, WAYS
 from benchmarks.pages import RESULTS
@@ -113,7 +113,7 @@ def tables(runs: Runs) -> dict[str, str]:
     of_lazy = [findings.Finding.from_json(problem) for problem in runs["lazy"]["problems"]]
     made |= {f"lazy.{name}": grid.markdown() for name, grid in findings.grids(of_lazy)}
     made |= {f"{suite}.machine": "\n".join(report.sentences(run, measured(runs, suite))) for suite, run in runs.items()}
-    names = {ROWSTEP: "rowstep", TORCH: "torch SparseAdam", ROOFLINE: "memory traffic alone"}
+    names = {ROWSTEP: "rowstep", TORCH: "torch SparseAdam"}
     made["demo"] = f"```text\n{(RESULTS / 'demo.txt').read_text()}```"
     made["sparse.times"] = both(measured(runs, "sparse"), names, (TORCH, ROWSTEP))
     names = {DEFERRED: "`DeferredAdam`", SPARSE: "`rowstep.SparseAdam`", TORCH: "torch SparseAdam"}
@@ -122,7 +122,6 @@ def tables(runs: Runs) -> dict[str, str]:
     made["deferred.dense"] = both(measured(runs, "deferred"), names, (ADAM, DEFERRED))
     names = {DEFERRED: "flush", ADAM: "one dense step"}
     made["deferred.flush"] = both(measured(runs, "deferred"), names, (DEFERRED, ADAM), {"flush": "all rows"})
-    made["rows.times"] = both(measured(runs, "rows"), rows.NAMES, (ADAM, DEFERRED))
     made["rows.shares"] = _shares(measured(runs, "rows"))
     ways = {way: way for way in WAYS}
     made["distributed.times"] = both(measured(runs, "distributed"), ways, (TORCH_DDP, SHARDED))
@@ -136,19 +135,22 @@ def tables(runs: Runs) -> dict[str, str]:
 def both(
     of: Sequence[Measurement], names: Mapping[str, str], ratio: tuple[str, str], kinds: Mapping[str, str] = KINDS
 ) -> str:
-    """Median milliseconds, a line for every case, number of threads and kind: the step and the whole loop together."""
+    """Median milliseconds, a line for every case, number of threads and kind, without what the line above has."""
     of = [each for each in of if each.kind in kinds and each.ratio(*ratio) is not None]
     order = list(dict.fromkeys((each.name, each.threads) for each in of))
-    lines = [
-        [
-            each.about + " *" * each.disturbed,
-            str(each.threads),
-            kinds[each.kind],
-            *(milliseconds(each.timings[name].median) if name in each.timings else "" for name in names),
-            multiple(each.ratio(*ratio) or 0),
-        ]
-        for each in sorted(of, key=lambda each: order.index((each.name, each.threads)))
-    ]
+    lines, before = [], ("", "")
+    for each in sorted(of, key=lambda each: order.index((each.name, each.threads))):
+        case = (each.about, str(each.threads))
+        lines.append(
+            [
+                case[0] if case[0] != before[0] else "",
+                case[1] if case != before else "",
+                kinds[each.kind],
+                *(milliseconds(each.timings[name].median) if name in each.timings else "" for name in names),
+                multiple(each.ratio(*ratio) or 0) + " *" * each.disturbed,
+            ]
+        )
+        before = case
     over = " / ".join(names[name] for name in ratio)
     return Grid("", ["case", "threads", "ms of", *names.values(), over], lines, words=3).markdown()
 
