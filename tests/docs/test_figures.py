@@ -15,10 +15,6 @@ import pytest
 from benchmarks import figures, pages
 
 NOT_MEASURED = {
-    "docs/distributed.md": {
-        "26 times": "arithmetic: of messages, one table after the other",
-        "5 to 6.7 times": "how Zipf ids spread over ranks, which no machine changes",
-    },
     "docs/host.md": {"50 ms": "what the benchmark sleeps, in place of a model"},
     "docs/peers.md": {"50 ms": "how long the benchmark warms up"},
     "docs/scaling.md": dict.fromkeys(
