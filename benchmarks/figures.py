@@ -128,8 +128,7 @@ def tables(runs: Runs) -> dict[str, str]:
     made["distributed.times"] = both(measured(runs, "distributed"), ways, (TORCH_DDP, SHARDED))
     made["host.prefetch"] = _prefetched(runs["host"]["prefetch"])
     made["memory.kinds"] = _kinds(runs)
-    heading = ["model", "state", "threads", "GB of weights", "GB of state", "thousand rows a second"]
-    made["memory.models"] = Grid("", heading, runs["memory"]["models"], words=2).markdown()
+    made["memory.models"] = _models(runs["memory"]["models"])
     return made
 
 
@@ -185,6 +184,15 @@ KEPT = {
     "row-wise Adagrad": ("row-wise Adagrad, for comparison", ""),
 }
 """What tables keep, by rule of the suite `quality`: what the page calls it, and the suite `memory`."""
+
+
+def _models(lines: Sequence[Sequence[str]]) -> str:
+    """GB of weights and of each kind of state: a line for each model."""
+    sizes: dict[str, dict[str, str]] = {}
+    for model, state, _threads, weights, of_state, _rate in lines:
+        sizes.setdefault(model, {"weights": weights})[state] = of_state
+    heading = ["model", *next(iter(sizes.values()))]
+    return Grid("", heading, [[model, *of_model.values()] for model, of_model in sizes.items()]).markdown()
 
 
 def _kinds(runs: Runs) -> str:
