@@ -120,23 +120,18 @@ def tables(runs: Runs) -> dict[str, str]:
     made["deferred.sparse"] = both(measured(runs, "deferred"), names, (DEFERRED, SPARSE))
     names = {DEFERRED: "`DeferredAdam`", ADAM: "dense Adam"}
     made["deferred.dense"] = both(measured(runs, "deferred"), names, (ADAM, DEFERRED))
-    names = {DEFERRED: "flush", ADAM: "one dense step"}
-    made["deferred.flush"] = both(measured(runs, "deferred"), names, (DEFERRED, ADAM), {"flush": "all rows"})
     made["rows.shares"] = _shares(measured(runs, "rows"))
     ways = {way: way for way in WAYS}
     made["distributed.times"] = both(measured(runs, "distributed"), ways, (TORCH_DDP, SHARDED))
     made["host.prefetch"] = _prefetched(runs["host"]["prefetch"])
     made["memory.kinds"] = _kinds(runs)
-    heading = ["model", "state", "threads", "GB of weights", "GB of state", "thousand rows a second"]
-    made["memory.models"] = Grid("", heading, runs["memory"]["models"], words=2).markdown()
+    made["memory.models"] = _models(runs["memory"]["models"])
     return made
 
 
-def both(
-    of: Sequence[Measurement], names: Mapping[str, str], ratio: tuple[str, str], kinds: Mapping[str, str] = KINDS
-) -> str:
+def both(of: Sequence[Measurement], names: Mapping[str, str], ratio: tuple[str, str]) -> str:
     """Median milliseconds, a line for every case, number of threads and kind, without what the line above has."""
-    of = [each for each in of if each.kind in kinds and each.ratio(*ratio) is not None]
+    of = [each for each in of if each.kind in KINDS and each.ratio(*ratio) is not None]
     order = list(dict.fromkeys((each.name, each.threads) for each in of))
     lines, before = [], ("", "")
     for each in sorted(of, key=lambda each: order.index((each.name, each.threads))):
@@ -145,7 +140,7 @@ def both(
             [
                 case[0] if case[0] != before[0] else "",
                 case[1] if case != before else "",
-                kinds[each.kind],
+                KINDS[each.kind],
                 *(milliseconds(each.timings[name].median) if name in each.timings else "" for name in names),
                 multiple(each.ratio(*ratio) or 0) + " *" * each.disturbed,
             ]
@@ -187,6 +182,15 @@ KEPT = {
     "row-wise Adagrad": ("row-wise Adagrad, for comparison", ""),
 }
 """What tables keep, by rule of the suite `quality`: what the page calls it, and the suite `memory`."""
+
+
+def _models(lines: Sequence[Sequence[str]]) -> str:
+    """GB of weights and of each kind of state: a line for each model."""
+    sizes: dict[str, dict[str, str]] = {}
+    for model, state, _threads, weights, of_state, _rate in lines:
+        sizes.setdefault(model, {"weights": weights})[state] = of_state
+    heading = ["model", *next(iter(sizes.values()))]
+    return Grid("", heading, [[model, *of_model.values()] for model, of_model in sizes.items()]).markdown()
 
 
 def _kinds(runs: Runs) -> str:

@@ -15,14 +15,10 @@ import pytest
 from benchmarks import figures, pages
 
 NOT_MEASURED = {
-    "docs/distributed.md": {
-        "26 times": "arithmetic: of messages, one table after the other",
-        "5 to 6.7 times": "how Zipf ids spread over ranks, which no machine changes",
-    },
     "docs/host.md": {"50 ms": "what the benchmark sleeps, in place of a model"},
     "docs/peers.md": {"50 ms": "how long the benchmark warms up"},
     "docs/scaling.md": dict.fromkeys(
-        ("5.2 ms", "170 ms", "1.01x", "1x", "3 ms", "20 ms"), "predicted for 64 hosts, as the page says"
+        ("5.2 ms", "170 ms", "1.01x", "1x", "3 ms"), "predicted for 64 hosts, as the page says"
     ),
 }
 PAGES = {str(path.relative_to(pages.ROOT)): path for path in pages.pages()}
