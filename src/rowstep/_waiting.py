@@ -194,7 +194,7 @@ def _look_up(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     ):
         return None
     factors = kwargs.get("per_sample_weights")  # torch hands on by name all but the first two
-    if factors is not None and isinstance(factors, Waiting):
+    if isinstance(factors, Waiting):
         bring_all_up_to_date([factors])
     table: Any = weight
     param, keeper = _table_and_keeper(table)

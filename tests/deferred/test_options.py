@@ -28,6 +28,15 @@ def test_a_tensor_as_lr(shape: tuple[int, ...]) -> None:
     twins.assert_same()
 
 
+@pytest.mark.parametrize(("name", "factor"), [("max_exp_avg_sq", 0.0), ("max_exp_avg_sq", 0.5), ("exp_avg_sq", 4.0)])
+def test_moments_that_are_written_to_raise_the_maximum_of_amsgrad(name: str, factor: float) -> None:
+    """As torch does at its next step, also of rows without a gradient."""
+    twins = waiting(lr=0.01, amsgrad=True)
+    twins.each(lambda model, optimizer: optimizer.state[model.weight][name].mul_(factor))
+    twins.run(5, rows=20)
+    twins.assert_same()
+
+
 def test_a_float32_tensor_as_lr() -> None:
     """torch computes 1 - lr * weight_decay and the step size in the dtype of the tensor, for every row."""
     model = embedding()

@@ -285,7 +285,8 @@ def flush_orphans(deferrals: Iterable[Deferral]) -> None:
 def raise_maximum(state: State, beta2: float) -> None:
     """Raise amsgrad's maximum to what the next step without a gradient would make it.
 
-    It must not change while rows wait, and it would if amsgrad had been off while the moments grew.
+    It must not change while rows wait, and it would if amsgrad had been off while the moments grew, or if somebody had
+    written to them.
     """
     largest, second = state["max_exp_avg_sq"], state["exp_avg_sq"]
     wide = compute_dtype(largest.dtype, second.dtype)  # a state of 16 bits may have a maximum of 32

@@ -330,8 +330,6 @@ class DeferredAdam(RowOptimizer):
         for job in jobs:
             if job.gradient is None:
                 continue
-            if job.spec.amsgrad:
-                raise_maximum(job.table.state, job.step.rule.betas[1])
             begin(job.table, job.step.rule, job.step.count - 1, self._all_pending(), self._self)
 
     def _forget(self, table: Table) -> None:
@@ -355,6 +353,8 @@ class DeferredAdam(RowOptimizer):
         after = []
         for pending, job in zip(all_pending, jobs, strict=True):
             after.append(pending.schedule.advanced(job.step.rule.lr, job.step.rule.weight_decay, pending.table.kernels))
+            if job.spec.amsgrad and not pending.has_waiting_rows:
+                raise_maximum(job.table.state, job.step.rule.betas[1])
         for pending, schedule in zip(all_pending, after, strict=True):
             pending.count(schedule)
 
