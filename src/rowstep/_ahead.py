@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import operator
 import os
 import queue
@@ -312,6 +313,13 @@ def finish_all() -> None:
         ahead.finish()
 
 
+def _taken_from(finished: collections.deque[tuple[Job, int]]) -> Iterator[tuple[Job, int]]:
+    """One after the other; a signal's handler may take some of them in between."""
+    with contextlib.suppress(IndexError):
+        while True:
+            yield finished.popleft()
+
+
 class WaitingLock:
     """An optimizer's lock, for one whose tables may be at work: to have it, one waits until they are not."""
 
@@ -328,8 +336,7 @@ class WaitingLock:
             for table in list(optimizer._tables.values()):
                 if table.ahead is not None:
                     table.ahead.finish()
-            while self.finished:
-                job, skipped = self.finished.popleft()
+            for job, skipped in _taken_from(self.finished):
                 without_torch_function(optimizer._after_launches, [job], skipped)
         except BaseException:
             for _ in acquired:
