@@ -301,7 +301,8 @@ def of_table(weight: Tensor) -> Ahead:
 
 
 def wait_for_all() -> list[Ahead]:
-    tables = list(_of_tables.values())
+    # In one call, while other threads may make more of them.
+    tables = list(_of_tables.data.values())  # type: ignore[attr-defined]
     for ahead in tables:
         ahead.wait()
     return tables

@@ -56,7 +56,7 @@ class RowOptimizer(StatefulOptimizer):
             super().__init__(params.named_parameters() if isinstance(params, nn.Module) else params, defaults)
             check_layouts(self.param_groups, type(self).__name__)
             self._is_complete = True
-            _fork.optimizers.add(self)
+            _fork.note(self)
             self._look_for_shards()
         except BaseException:
             self._files.release()  # a traceback may keep this object
@@ -366,7 +366,7 @@ class RowOptimizer(StatefulOptimizer):
         super().__setstate__(state)
         if is_copy:  # its state is in memory; and the dicts of a shallow one are the original's
             self.defaults, *self.param_groups = map(without_files, (self.defaults, *self.param_groups))
-            _fork.optimizers.add(self)
+            _fork.note(self)
         self._options = _options_of(self.defaults)
         self._peers = _part.peers_of(self._all_params())
 

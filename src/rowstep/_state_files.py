@@ -231,7 +231,7 @@ def _described(state: State) -> str:
 def _write_all(seconds: float) -> None:
     """Let every optimizer write what belongs into files, and then raise what kept the first one from it."""
     errors: list[Exception] = []
-    for optimizer in list(_fork.optimizers):
+    for optimizer in _fork.optimizers():
         if optimizer._process != os.getpid():
             continue  # what it has not written yet is left to the process that this one was forked from
         lock, acquired = optimizer._bare_lock, list[bool]()

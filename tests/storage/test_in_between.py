@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from rowstep import SparseAdam, _fork, _state_files, storage
+from rowstep import HostEmbedding, SparseAdam, _fork, _state_files, storage
 from tests.helpers.interrupts import Interrupter, lines_of
 from tests.storage.test_ends import Run
 from tests.storage.test_state_kept import param, step, steps_in
@@ -109,4 +109,21 @@ def test_a_copy_takes_no_files_and_leaves_the_others_theirs(copied: Any, tmp_pat
     other.add_param_group({"params": [("b", param())]})
     assert [group["state_dir"] for group in other.param_groups] == [None, None]
     assert [group["state_dir"] for group in optimizer.param_groups] == [str(tmp_path)]
-    assert other in _fork.optimizers
+    assert other in _fork.optimizers()
+
+
+def test_others_may_make_files_tables_and_optimizers_while_files_are_synced(tmp_path: Path) -> None:
+    weight = storage.create(tmp_path / "a.safetensors", 4, 2)
+    made: list[Any] = []
+
+    def make() -> None:
+        table = HostEmbedding(4, 2, device="cpu", path=tmp_path / f"{len(made)}.safetensors")
+        table(torch.tensor([1]))
+        made.append((table, SparseAdam(table.parameters())))
+
+    make()
+    places = ("/weakref.py", "/_weakrefset.py", "/torch/utils/weak.py", "/rowstep/storage/_mapping.py")
+    action = lambda: storage.sync(weight)  # noqa: E731
+    for line in lines_of(action, 40, places):
+        Interrupter(line, make, places).run(action)
+    assert len(made) > 10

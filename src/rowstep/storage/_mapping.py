@@ -84,9 +84,14 @@ class MappedFile(mmap.mmap):
 _mapped: weakref.WeakValueDictionary[str, MappedFile] = weakref.WeakValueDictionary()  # by identity
 
 
+def _files() -> list[MappedFile]:
+    # Listed in one call, while other threads may open more.
+    return [file for each in _mapped.valuerefs() if (file := each()) is not None]
+
+
 def files_of(tensors: Sequence[Tensor]) -> list[MappedFile]:
     """The files that the tensors are in, or all that this process writes if there are no tensors."""
-    files = list(_mapped.values())
+    files = _files()
     for tensor in tensors:
         if not any(file.has(tensor) for file in files):
             raise ValueError(
@@ -236,7 +241,7 @@ def _await_end(process: int) -> None:
 def _write_all() -> None:
     """When the process ends: have everything written that belongs into its files."""
     with contextlib.ExitStack() as stack:  # each of these is called, whatever the others raise
-        for file in list(_mapped.values()):
+        for file in _files():
             stack.callback(_note_end, file.file, file.path, file.opened_at, file.deferrals)
         for function in before_sync if _mapped else ():
             stack.callback(function, _PATIENCE_SECONDS)
