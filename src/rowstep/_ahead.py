@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import operator
 import os
 import queue
@@ -300,7 +301,8 @@ def of_table(weight: Tensor) -> Ahead:
 
 
 def wait_for_all() -> list[Ahead]:
-    tables = list(_of_tables.values())
+    # In one call, while other threads may make more of them.
+    tables = list(_of_tables.data.values())  # type: ignore[attr-defined]
     for ahead in tables:
         ahead.wait()
     return tables
@@ -310,6 +312,13 @@ def finish_all() -> None:
     """Wait for all tables, and then raise if something could not be done for one of them."""
     for ahead in wait_for_all():
         ahead.finish()
+
+
+def _taken_from(finished: collections.deque[tuple[Job, int]]) -> Iterator[tuple[Job, int]]:
+    """One after the other; a signal's handler may take some of them in between."""
+    with contextlib.suppress(IndexError):
+        while True:
+            yield finished.popleft()
 
 
 class WaitingLock:
@@ -328,8 +337,7 @@ class WaitingLock:
             for table in list(optimizer._tables.values()):
                 if table.ahead is not None:
                     table.ahead.finish()
-            while self.finished:
-                job, skipped = self.finished.popleft()
+            for job, skipped in _taken_from(self.finished):
                 without_torch_function(optimizer._after_launches, [job], skipped)
         except BaseException:
             for _ in acquired:

@@ -17,8 +17,17 @@ from typing import Any
 
 _threads_left_behind = False
 
-optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-"""All that there are: for their locks, and for what they have to write before the process ends."""
+_optimizers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def note(optimizer: Any) -> None:
+    _optimizers[id(optimizer)] = optimizer
+
+
+def optimizers() -> list[Any]:
+    """All that there are: for their locks, and for what they have to write before the process ends."""
+    # Listed in one call, while other threads may make more of them.
+    return [optimizer for each in _optimizers.valuerefs() if (optimizer := each()) is not None]
 
 
 def threads_left_behind() -> bool:
@@ -57,7 +66,7 @@ class _LockLeftBehind:
 
 
 def _renew_locks() -> None:
-    for optimizer in list(optimizers):
+    for optimizer in optimizers():
         lock = optimizer._bare_lock
         if isinstance(lock, _LockLeftBehind):
             continue

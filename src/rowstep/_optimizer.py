@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from . import _ahead, _backends, _dense, _part
+from . import _ahead, _backends, _dense, _fork, _part
 from ._gradient import RowGradient, check_gradient, outside_message
 from ._launches import Launches, add
 from ._options import check_layouts, check_learning_rate, rate_of, refuse_idle_rounding
 from ._rule import Rule
 from ._state import LARGEST_COUNT, State, StateSpec, misfit, row_moment_flaw, steps_taken
-from ._state_files import make_absolute
+from ._state_files import make_absolute, without_files
 from ._stateful import Group, StatefulOptimizer
 from ._table import Job, Table
 from ._torch_internals import optimizer_step
@@ -56,6 +56,7 @@ class RowOptimizer(StatefulOptimizer):
             super().__init__(params.named_parameters() if isinstance(params, nn.Module) else params, defaults)
             check_layouts(self.param_groups, type(self).__name__)
             self._is_complete = True
+            _fork.note(self)
             self._look_for_shards()
         except BaseException:
             self._files.release()  # a traceback may keep this object
@@ -363,8 +364,9 @@ class RowOptimizer(StatefulOptimizer):
         if is_copy:
             self._begin()
         super().__setstate__(state)
-        for group in self.param_groups if is_copy else ():
-            group.update({"state_dir": None} if "state_dir" in group else {})  # the copied state is in memory
+        if is_copy:  # its state is in memory; and the dicts of a shallow one are the original's
+            self.defaults, *self.param_groups = map(without_files, (self.defaults, *self.param_groups))
+            _fork.note(self)
         self._options = _options_of(self.defaults)
         self._peers = _part.peers_of(self._all_params())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import glob
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -68,11 +69,16 @@ class _Files:
 
         if self.count is not None and self.count[0] <= 0:
             self.delete()  # without history: of a step that was interrupted, or under other options
-        elif there := self.slots():
-            found = f"{self.path(there[0])} was not there when the optimizer was made"
+        elif there := [path for path in map(self.path, (*SLOTS, "step")) if os.path.exists(path)]:
+            found = f"{there[0]} was not there when the optimizer was made"
             raise FileExistsError(f"{found}; expected no file of this name. Delete it, or use another state_dir")
         os.makedirs(os.path.dirname(self.path("step")), exist_ok=True)
-        made = storage.create(self.path("step"), 1, (), torch.int64, lambda count: count.fill_(-1), key="step")
+        self.count = [-1]  # from here on, what is there is ours, wherever an interrupt comes
+        try:
+            made = storage.create(self.path("step"), 1, (), torch.int64, lambda count: count.fill_(-1), key="step")
+        except FileExistsError:  # another process was faster
+            self.count = None
+            raise
         self.count = made.numpy()
 
     def create(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -84,11 +90,12 @@ class _Files:
     def delete(self) -> None:
         """The count last, which says that the others are not to be used."""
         if self.count is not None:
-            self.count[0], self.count = -1, None
+            self.count[0] = -1
         for path in map(self.path, (*SLOTS, "step")):
-            for each in (path, f"{path}.rowstep.json", f"{path}.rowstep.new"):
+            for each in (path, f"{path}.rowstep.json", *glob.glob(f"{glob.escape(path)}.rowstep.*.new")):
                 if os.path.lexists(each):  # no, if its name is too long
                     os.unlink(each)
+        self.count = None
 
 
 _owners: MutableMapping[str, _Files] = weakref.WeakValueDictionary()
@@ -161,8 +168,8 @@ class StateFiles:
                 "options that they were made with, or load the state_dict() of such an optimizer into one without "
                 "state_dir"
             )
-        files.begin()
         self._new.append(files)
+        files.begin()
         return spec.made_of({}, param, files.create)
 
     @contextlib.contextmanager
@@ -173,7 +180,8 @@ class StateFiles:
             yield
         except BaseException:
             for files in self._new:
-                files.delete()
+                if files.count is not None and files.count[0] < 0:
+                    files.delete()
             raise
 
     def write_counts(self, states: Mapping[Tensor, State], params: Iterable[Tensor] | None = None) -> None:
@@ -189,6 +197,11 @@ def make_absolute(options: dict[str, Any]) -> None:
     """Let a folder stay the same when the program changes its own."""
     if options.get("state_dir") is not None:
         options["state_dir"] = os.path.abspath(options["state_dir"])
+
+
+def without_files(options: dict[str, Any]) -> dict[str, Any]:
+    """The same options, for state in memory."""
+    return options if options.get("state_dir") is None else {**options, "state_dir": None}
 
 
 def _stem(group: Mapping[str, Any], at: int, index: int) -> str:
@@ -218,23 +231,23 @@ def _described(state: State) -> str:
 def _write_all(seconds: float) -> None:
     """Let every optimizer write what belongs into files, and then raise what kept the first one from it."""
     errors: list[Exception] = []
-    for optimizer in list(_fork.optimizers):
+    for optimizer in _fork.optimizers():
         if optimizer._process != os.getpid():
             continue  # what it has not written yet is left to the process that this one was forked from
-        if not optimizer._bare_lock.acquire(timeout=seconds):
-            name = type(optimizer).__name__
-            flaw = (
-                f"another thread has been in a step of {name} for {seconds} s; expected its end. Files may lack moves"
-            )
-            errors.append(TimeoutError(flaw))
-            continue
+        lock, acquired = optimizer._bare_lock, list[bool]()
         try:
+            # One call: an interrupt comes before it, or after it in here.
+            acquired.extend(filter(None, map(lock.acquire, [True], [seconds])))
+            if not acquired:
+                in_step = f"another thread has been in a step of {type(optimizer).__name__} for {seconds} s"
+                raise TimeoutError(f"{in_step}; expected its end. Files may lack moves")
             with optimizer._lock:  # which waits for tables at work
                 optimizer._write_to_files()
         except Exception as error:
             errors.append(error)
         finally:
-            optimizer._bare_lock.release()
+            for _ in acquired:
+                lock.release()
     try:
         if errors:
             raise errors[0]

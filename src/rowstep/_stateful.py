@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from . import _fork, _part, _surgery
+from . import _part, _surgery
 from ._commit import is_averaged_table
 from ._loading import check_slots, check_states, check_structure, separate_counts, uncast_slots
 from ._options import HOW_TORCH_STEPS, check_group, check_learning_rate, parameter_name
@@ -40,7 +40,6 @@ class StatefulOptimizer(Optimizer):
         self._bare_lock = self._lock
         """The same, or what it is when a table is at work on which one need not wait."""
         self._process = os.getpid()
-        _fork.optimizers.add(self)
         self._self: weakref.ref[Any] = weakref.ref(self)
         self._files = StateFiles()
         self._tables: dict[int, Table] = {}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rowstep import HostEmbedding, SparseAdam, _ahead
+from rowstep import DeferredAdam, HostEmbedding, SparseAdam, _ahead
 from tests.helpers.interrupts import Interrupter, lines_of
 
 PLACES = ("/rowstep/_ahead.py", "/threading.py", "/queue.py")  # Python's own lines are interrupted as well
@@ -141,3 +141,25 @@ def test_where_no_thread_can_start_the_next_call_starts_it(monkeypatch: pytest.M
     for run in (loop, usual):
         run.look_up()
     assert torch.equal(loop.table.weight, usual.table.weight)
+
+
+@pytest.mark.parametrize("kind", [SparseAdam, DeferredAdam])
+def test_a_handler_may_wait_for_the_worker_while_somebody_waits(kind: Any) -> None:
+    """Either of the two finds out what was skipped."""
+    table = HostEmbedding(8, 2, device="cpu")
+    optimizer = kind(table.parameters())
+
+    def wait() -> None:
+        with optimizer._lock:
+            pass
+
+    def prepare() -> None:
+        table.prefetch(torch.tensor([3, 4]))
+        table(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+
+    prepare()
+    for line in lines_of(wait, points=30, places=("/rowstep/_ahead",)):
+        prepare()
+        Interrupter(line, wait, places=("/rowstep/_ahead",)).run(wait)
+        assert not optimizer._lock.finished

@@ -84,9 +84,14 @@ class MappedFile(mmap.mmap):
 _mapped: weakref.WeakValueDictionary[str, MappedFile] = weakref.WeakValueDictionary()  # by identity
 
 
+def _files() -> list[MappedFile]:
+    # Listed in one call, while other threads may open more.
+    return [file for each in _mapped.valuerefs() if (file := each()) is not None]
+
+
 def files_of(tensors: Sequence[Tensor]) -> list[MappedFile]:
     """The files that the tensors are in, or all that this process writes if there are no tensors."""
-    files = list(_mapped.values())
+    files = _files()
     for tensor in tensors:
         if not any(file.has(tensor) for file in files):
             raise ValueError(
@@ -133,15 +138,17 @@ def open_tensor(path: str, key: str, writable: bool) -> Tensor:
     # O_NONBLOCK: opening a pipe does not wait for its other end.
     file = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NONBLOCK)
     try:
+        identity = _record.identity(os.fstat(file))
+        memory = _mapped.get(identity)
+        if writable and memory is None:  # before anything is read: who makes the file has the lock
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         span = _header.find(file, path, key)
         if not writable:
             _checked_record(file, path)
             # Private, copied on write: a store into memory that can only be read would end the process.
             private, read_and_write = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
             return _tensor(mmap.mmap(file, 0, private, read_and_write), span)
-        identity = _record.identity(os.fstat(file))
-        if (memory := _mapped.get(identity)) is None:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if memory is None:
             record = _checked_record(file, path) or Record(0, _record.modified_ns(file, path), None)
             if record.open_in is None:  # if it is another boot's, the file stays unclean until it is synced
                 _record.write(path, record._replace(open_in=identity))
@@ -234,7 +241,7 @@ def _await_end(process: int) -> None:
 def _write_all() -> None:
     """When the process ends: have everything written that belongs into its files."""
     with contextlib.ExitStack() as stack:  # each of these is called, whatever the others raise
-        for file in list(_mapped.values()):
+        for file in _files():
             stack.callback(_note_end, file.file, file.path, file.opened_at, file.deferrals)
         for function in before_sync if _mapped else ():
             stack.callback(function, _PATIENCE_SECONDS)

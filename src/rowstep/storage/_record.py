@@ -15,6 +15,7 @@ has these faults, so a step pays nothing for it; it sees every kind of writer, a
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import mmap
 import os
@@ -27,6 +28,9 @@ from ._header import FileFormatError
 
 # The kernel's clock for files ticks every 10 ms at most. Within one tick, two stores set the same time.
 _TICK_SECONDS = 0.02
+
+_numbers = itertools.count()
+"""Of new records: other threads, and a signal's handler, may write one at the same time."""
 
 
 class Record(NamedTuple):
@@ -75,12 +79,15 @@ def read(path: str) -> Record | None:
 
 def write(path: str, record: Record) -> None:
     """Durably, and whole or not at all. Only the process that has the file's lock may call this."""
-    new = beside(path).with_suffix(".new")
-    with new.open("w") as file:
-        json.dump(record._asdict(), file)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(beside(path))
+    new = Path(f"{path}.rowstep.{next(_numbers)}.new")
+    try:
+        with new.open("w") as file:
+            json.dump(record._asdict(), file)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(beside(path))
+    finally:
+        new.unlink(missing_ok=True)
     sync_folder(os.path.dirname(path))
 
 
