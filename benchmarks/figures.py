@@ -116,8 +116,6 @@ def tables(runs: Runs) -> dict[str, str]:
     names = {ROWSTEP: "rowstep", TORCH: "torch SparseAdam"}
     made["demo"] = f"```text\n{(RESULTS / 'demo.txt').read_text()}```"
     made["sparse.times"] = both(measured(runs, "sparse"), names, (TORCH, ROWSTEP))
-    names = {DEFERRED: "`DeferredAdam`", SPARSE: "`rowstep.SparseAdam`", TORCH: "torch SparseAdam"}
-    made["deferred.sparse"] = both(measured(runs, "deferred"), names, (DEFERRED, SPARSE))
     names = {DEFERRED: "`DeferredAdam`", ADAM: "dense Adam"}
     made["deferred.dense"] = both(measured(runs, "deferred"), names, (ADAM, DEFERRED))
     made["rows.shares"] = _shares(measured(runs, "rows"))
