@@ -116,13 +116,10 @@ def tables(runs: Runs) -> dict[str, str]:
     names = {ROWSTEP: "rowstep", TORCH: "torch SparseAdam"}
     made["demo"] = f"```text\n{(RESULTS / 'demo.txt').read_text()}```"
     made["sparse.times"] = both(measured(runs, "sparse"), names, (TORCH, ROWSTEP))
-    names = {DEFERRED: "`DeferredAdam`", SPARSE: "`rowstep.SparseAdam`", TORCH: "torch SparseAdam"}
-    made["deferred.sparse"] = both(measured(runs, "deferred"), names, (DEFERRED, SPARSE))
     names = {DEFERRED: "`DeferredAdam`", ADAM: "dense Adam"}
     made["deferred.dense"] = both(measured(runs, "deferred"), names, (ADAM, DEFERRED))
     made["rows.shares"] = _shares(measured(runs, "rows"))
-    ways = {way: way for way in WAYS}
-    made["distributed.times"] = both(measured(runs, "distributed"), ways, (TORCH_DDP, SHARDED))
+    made["distributed.times"] = _by_way(measured(runs, "distributed"))
     made["host.prefetch"] = _prefetched(runs["host"]["prefetch"])
     made["memory.kinds"] = _kinds(runs)
     made["memory.models"] = _models(runs["memory"]["models"])
@@ -130,24 +127,33 @@ def tables(runs: Runs) -> dict[str, str]:
 
 
 def both(of: Sequence[Measurement], names: Mapping[str, str], ratio: tuple[str, str]) -> str:
-    """Median milliseconds, a line for every case, number of threads and kind, without what the line above has."""
-    of = [each for each in of if each.kind in KINDS and each.ratio(*ratio) is not None]
-    order = list(dict.fromkeys((each.name, each.threads) for each in of))
-    lines, before = [], ("", "")
-    for each in sorted(of, key=lambda each: order.index((each.name, each.threads))):
-        case = (each.about, str(each.threads))
-        lines.append(
-            [
-                case[0] if case[0] != before[0] else "",
-                case[1] if case != before else "",
-                KINDS[each.kind],
-                *(milliseconds(each.timings[name].median) if name in each.timings else "" for name in names),
-                multiple(each.ratio(*ratio) or 0) + " *" * each.disturbed,
-            ]
-        )
-        before = case
+    """Median milliseconds, a line for every case and number of threads: of the step, then of the whole loop."""
+    found = {(each.name, each.threads, each.kind): each for each in of if each.ratio(*ratio) is not None}
+    lines, before = [], ""
+    for name, count in dict.fromkeys((name, count) for name, count, kind in found if kind in KINDS):
+        both_kinds = [found[name, count, kind] for kind in KINDS]
+        line = [both_kinds[0].about if name != before else "", str(count)]
+        for each in both_kinds:
+            line += [milliseconds(each.timings[who].median) if who in each.timings else "" for who in names]
+            line.append(multiple(each.ratio(*ratio) or 0) + " *" * each.disturbed)
+        lines.append(line)
+        before = name
     over = " / ".join(names[name] for name in ratio)
-    return Grid("", ["case", "threads", "ms of", *names.values(), over], lines, words=3).markdown()
+    headings = [
+        heading for label in KINDS.values() for heading in (*(f"{label}: {who}" for who in names.values()), over)
+    ]
+    return Grid("", ["case", "threads", *headings], lines, words=2).markdown()
+
+
+def _by_way(of: Sequence[Measurement]) -> str:
+    """Median milliseconds of a step or loop, a column for every way to train."""
+    lines = [
+        [each.about + " *" * each.disturbed, str(each.threads), KINDS[each.kind]]
+        + [milliseconds(each.timings[way].median) if way in each.timings else "" for way in WAYS]
+        for each in of
+        if each.kind in KINDS
+    ]
+    return Grid("", ["case", "threads", "ms of", *WAYS], lines, words=3).markdown()
 
 
 def _shares(of: Sequence[Measurement]) -> str:

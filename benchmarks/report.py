@@ -32,7 +32,8 @@ class Grid:
 
     def markdown(self) -> str:
         rule = ["---"] * self.words + ["---:"] * (len(self.headings) - self.words)
-        return "\n".join(f"| {' | '.join(cells)} |" for cells in (self.headings, rule, *self.lines))
+        heading, *lines = (f"| {' | '.join(cells)} |" for cells in (self.headings, *self.lines))
+        return "\n".join([heading, f"|{'|'.join(rule)}|", *lines])
 
     def table(self) -> Table:
         table = Table(*self.headings[: self.words], title=self.title, caption=self.caption or None)

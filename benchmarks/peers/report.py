@@ -70,16 +70,15 @@ def grids(measurements: Sequence[Measurement]) -> dict[str, Grid]:
 def _by_peer(
     kind: str, measurements: Sequence[Measurement], peers: Sequence[Peer], cell: Callable[[Entry], str], title: str
 ) -> Grid:
-    """A line per peer and number of threads, a column per case."""
+    """A line per peer, a column per case; a cell has each number of threads."""
     found = {(outcome.about, outcome.threads): outcome for outcome in outcomes(kind, measurements)}
     cases, counts = (list(dict.fromkeys(of_all)) for of_all in zip(*found, strict=True))
     lines = []
     for peer in peers:
-        for count in sorted(counts):
-            words = [peer.name, peer.rule.value] if count == min(counts) else ["", ""]
-            cells = [_cell(found.get((about, count)), peer.name, cell) for about in cases]
-            lines.append([*words, str(count), *cells])
-    return Grid(f"{TITLES[kind]}: {title}", ["", "rule", "threads", *cases], lines, words=2)
+        cells = [[_cell(found.get((about, count)), peer.name, cell) for count in sorted(counts)] for about in cases]
+        lines.append([peer.name, peer.rule.value, *(", ".join(filter(None, of_case)) for of_case in cells)])
+    title += f" (threads: {', '.join(map(str, sorted(counts)))})"
+    return Grid(f"{TITLES[kind]}: {title}", ["", "rule", *cases], lines, words=2)
 
 
 def _cell(outcome: Outcome | None, name: str, cell: Callable[[Entry], str]) -> str:

@@ -144,7 +144,7 @@ def _against_adam(metric: str) -> Cell:
             return "equal"
         mean, low, high, _ = found.over(of_adam.mean / 100)
         bold = "**" * (not low <= 0 <= high)
-        return f"{bold}{mean:+.1f}%{bold} ({low:+.1f} to {high:+.1f})"
+        return f"{bold}{mean:+.1f}%{bold} [{low:+.1f}, {high:+.1f}]"
 
     return cell
 
