@@ -157,18 +157,17 @@ def _by_way(of: Sequence[Measurement]) -> str:
 
 
 def _shares(of: Sequence[Measurement]) -> str:
-    """Dense Adam's time over DeferredAdam's: lines by rows of the table, columns by the share of them in a batch."""
-    found = {(each.kind, each.name, each.threads): each.ratio(*WAITING[0]) or 0 for each in of}
-    counts = sorted({each.threads for each in of})
+    """Dense Adam's time over DeferredAdam's, on the fewest threads: lines by rows of the table, columns by share."""
+    threads = min(each.threads for each in of)
+    found = {(each.kind, each.name): each.ratio(*WAITING[0]) or 0 for each in of if each.threads == threads}
     lines = [
-        [short(shares[0].rows) if not number else "", str(count), label]
-        + [multiple(found[f"{kind} of a share", case.name, count]) for case in shares]
+        [short(shares[0].rows) if not number else "", label]
+        + [multiple(found[f"{kind} of a share", case.name]) for case in shares]
         for shares in rows.FULL_SHARES
-        for number, (count, (kind, label)) in enumerate((count, kind) for count in counts for kind in KINDS.items())
+        for number, (kind, label) in enumerate(KINDS.items())
     ]
-    return Grid(
-        "", ["rows", "threads", "", *(f"{share:.1%}".replace(".0%", "%") for share in rows.SHARES)], lines, words=3
-    ).markdown()
+    shares = [f"{share:.1%}".replace(".0%", "%") for share in rows.SHARES]
+    return Grid("", ["rows", "", *shares], lines, words=2).markdown()
 
 
 def _prefetched(found: Sequence[tuple[str, Sequence[float], Sequence[float]]]) -> str:

@@ -1,5 +1,5 @@
 """The suite `rows`: when rows pay. Steps and whole loops of dense Adam and of optimizers of rows, over the rows of the
-table at one batch, and over the share of the rows that a batch touches at four sizes of the table.
+table at one batch, and over the share of the rows that a batch touches at five sizes of the table.
 
     python -m benchmarks rows          on an idle machine some minutes, and 20 GB of memory
 
@@ -27,7 +27,7 @@ from benchmarks.suite import Part, Suite
 from benchmarks.timing import Contender, Measurement
 from rowstep import SparseAdam
 
-COUNTS = (1_000, 10_000, 100_000, 1_000_000)
+COUNTS = (1_000, 10_000, 30_000, 100_000, 1_000_000)
 SHARES = (0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 1.0)
 FULL = [Case(f"{rows}", rows, 32, 16_384) for power in (4, 5, 6) for rows in (10**power, 3 * 10**power)]
 FULL.append(Case("10000000", 10_000_000, 32, 16_384))
