@@ -70,8 +70,10 @@ versions: ## the core tests with four versions of torch
 	$(PYTHON) tools/versions.py $(TORCH)
 
 # Training with other people's packages, in an environment of its own.
+# PyKEEN finds two optimizers called AdamW in a process that has imported bitsandbytes, as others do, and gives up.
 integration: $(INTEGRATION)/.ready ## training with other packages
-	ROWSTEP_INTEGRATION=1 $(INTEGRATION)/bin/pytest tests/integration
+	ROWSTEP_INTEGRATION=1 $(INTEGRATION)/bin/pytest tests/integration --ignore tests/integration/test_pykeen.py
+	ROWSTEP_INTEGRATION=1 $(INTEGRATION)/bin/pytest tests/integration/test_pykeen.py
 
 # Other people's programs, rebuilt, with torch's optimizer and with ours, in an environment of its own.
 clients: $(CLIENTS)/.ready ## other people's programs, with torch's optimizers and ours
