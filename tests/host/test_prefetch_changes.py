@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rowstep import DeferredAdamW, HostEmbedding, SparseAdam, _ahead
 from rowstep._backends import numba as kernels
+from tests.helpers.gradients import rows_of
 
 ROWS = 40
 NAMED, OTHERS = torch.arange(5), torch.arange(10, 15)
@@ -132,3 +133,19 @@ def test_the_memory_of_a_dense_gradient_may_be_written_to(
             _ahead.finish_all()
         results.append(table.weight.detach().clone())
     assert torch.equal(*results)
+
+
+def test_a_parameter_over_the_memory_of_a_table_gets_its_first_gradient_while_rows_are_announced() -> None:
+    weights = []
+    for prefetches in (False, True):
+        loop = Loop(prefetches=prefetches)
+        other = torch.nn.Parameter(loop.table.weight.detach())
+        loop.optimizer.add_param_group({"params": [other]})
+        loop.announce(OTHERS)
+        loop.optimizer.zero_grad()
+        loop.table(NAMED).square().sum().backward()
+        other.grad = rows_of(other, [1, 20])
+        loop.optimizer.step()
+        loop.train(OTHERS)
+        weights.append(loop.table.weight.detach().clone())
+    assert torch.equal(*weights)

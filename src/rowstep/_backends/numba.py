@@ -141,11 +141,16 @@ class LaunchAhead(Launch):
     def step(self) -> int:
         """Let the rows be stepped. How many were skipped, is told when they have been."""
         (job,) = self.jobs
-        job.table.ahead.step(job, functools.partial(_step_part, self.kernel, job.table.words))
+        step_rows, skipped = functools.partial(_step_part, self.kernel, job.table.words), 0
+        if job.table.ahead is not None:
+            job.table.ahead.step(job, step_rows)
+        else:  # this step has made a table over the same memory, and two threads may not step both
+            note_writes(self.params)
+            skipped = step_rows(job, job.gradient)
         for each in (self.jobs, self.params, self.memory):
             each.clear()
         self.give_back()
-        return 0
+        return skipped
 
 
 def _step_part(kernel: OverThreads, words_of_table: bytes, job: Job, gradient: RowGradient) -> int:
