@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # as torch's own documents have it
 
 from . import _ahead
+from ._ids import outside_error
 from ._memory import is_in_file
 from ._torch_internals import never_compiled, without_torch_function
 
@@ -183,7 +184,7 @@ class HostEmbedding(nn.Embedding):
         """Which of the ascending rows is the padding, if it is there. Raises if there are rows that the table lacks."""
         for outside in rows[[0, -1]].tolist() if len(rows) else ():
             if not 0 <= outside < len(self.weight):  # not num_embeddings: an optimizer may have added rows
-                raise IndexError(f"id {outside} is outside the table; expected 0 <= id < {len(self.weight)}")
+                raise outside_error(outside, len(self.weight))
         if self.padding_idx is None:
             return None
         place = int(torch.searchsorted(rows, self.padding_idx))

@@ -26,7 +26,7 @@ LAYERS = {
     "kernels": Layer(("_kernels", "_triton"), may_import=("plain",), without=("torch",)),
     "arrays": Layer(("arrays",), may_import=("plain", "kernels"), without=("torch",)),
     "tensors": Layer(
-        ("_gradient", "_memory", "_rule", "_state", "_table", "_torch_internals", "_torch_version", "_waiting"),
+        ("_gradient", "_ids", "_memory", "_rule", "_state", "_table", "_torch_internals", "_torch_version", "_waiting"),
         may_import=("plain",),
     ),
     "storage": Layer(("storage",), may_import=("plain", "tensors"), without=("numba", "safetensors")),

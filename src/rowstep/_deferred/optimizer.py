@@ -13,13 +13,13 @@ from torch.optim.optimizer import ParamsT, StateDict
 from .. import _backends
 from .._commit import is_averaged
 from .._gradient import RowGradient, all_rows, nonzero_rows, rows_of_first_dimension
+from .._ids import check_inside, numbers_of
 from .._memory import is_in_file
 from .._optimizer import RowOptimizer
 from .._options import rate_of, refuse_shared_weights
 from .._rule import Rule
 from .._schedule import check_betas
 from .._state import State, StateSpec, misfit
-from .._surgery import check_inside, numbers_of
 from .._table import Job, Table
 from .._torch_internals import is_faked, without_torch_function
 from .deferral import Deferral, StaleRowsError, begin, flush_orphans, raise_maximum

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F  # noqa: N812  # as torch's own documents have it
 
+from .._ids import outside_error
 from .._layout import RowOrder, blocks
 from .._memory import is_dtensor
 from .._part import ROW_ORDER, TablePart, mark
@@ -321,7 +322,7 @@ class ShardedTable(nn.Module, Generic[_Plain]):
             lowest, highest = (int(bound) for bound in torch.aminmax(ids))
             if lowest < 0 or highest >= self.num_embeddings:
                 outside = lowest if lowest < 0 else highest
-                raise IndexError(f"id {outside} is outside the table; expected 0 <= id < {self.num_embeddings}")
+                raise outside_error(outside, self.num_embeddings)
         return ids
 
     def finish(self, rows: Tensor, places: Tensor, ids: Tensor) -> Tensor:
