@@ -92,7 +92,7 @@ format: $(READY) ## fix what a machine can fix
 	$(BIN)/ruff check --fix .
 
 # Measures what README and docs say of speed and memory, and fills it in. On an idle machine.
-bench: $(READY) ## speed and memory, half an hour on an idle machine
+bench: $(READY) ## speed and memory, a quarter of an hour on an idle machine
 	for suite in sparse deferred rows memory distributed host; do \
 		$(BIN)/python -m benchmarks $$suite --out $(RESULTS) || exit 1; done
 	$(BIN)/rowstep demo > $(RESULTS)/demo.txt
